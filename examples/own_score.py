@@ -9,7 +9,7 @@ import numpy as np
 import ompq
 
 
-def largest_step(given: ompq.ScoreInputs) -> np.ndarray:
+def largest_step(given: ompq.scores.ScoreInputs) -> np.ndarray:
     """Score by the step of the grid, relative to the spread of the weights."""
     rows = []
     for unit in given.graph.units:
@@ -26,7 +26,7 @@ def main() -> None:
     model = demo.module
     samples = ompq.load_data("digits", demo, split="train").samples(64)
     batches = list(ompq.load_data("digits", demo).batches(batch_size=150))
-    scores = {"the default": ompq.Sensitivity(), "our own": largest_step}
+    scores = {"the default": ompq.scores.Sensitivity(), "our own": largest_step}
     plans = {}
     for name, score in scores.items():
         config = ompq.PlanConfig(score=score, choices=(2, 3, 4, 6, 8))

@@ -22,7 +22,7 @@ from ompq.quantization.activation_sites import find_sites
 from ompq.quantization.assembly import assemble
 from ompq.quantization.pipeline import quantize
 from ompq.quantization.record import Quantization, with_quantization
-from ompq.scores.table import ScoreTable
+from ompq.score_tables import ScoreTable
 
 
 class Attention(nn.Module):

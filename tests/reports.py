@@ -20,7 +20,7 @@ from ompq.lab.audits import (
 from ompq.network.units import Choice, LayerGraph, Unit
 from ompq.planning import plan
 from ompq.plans import Plan
-from ompq.scores.table import ScoreTable
+from ompq.score_tables import ScoreTable
 from ompq.sections import (
     Accuracy,
     AgreementSection,

@@ -380,7 +380,7 @@ def test_a_network_that_computes_something_else_the_next_time_is_refused():
     plan = ompq.plan(model, inputs, "8bits")
     model.last = None
     message = "calls .* where it multiplied activations before.* clear its caches"
-    with pytest.raises(ompq.QuantizationError, match=message):
+    with pytest.raises(ompq.errors.QuantizationError, match=message):
         ompq.quantize(model, plan, inputs)
 
 

@@ -12,12 +12,13 @@ import ompq
 from cli_tools import network_file, run, run_json
 from nets import TinyMobileNet, images, seeded
 from ompq.amounts import in_bytes
+from ompq.cli.artifacts import bench_view
 from ompq.errors import ExportError, ModelError
 from ompq.packed.account import inspect_file
 from ompq.packed.packed_files import load, save
 from ompq.planning import plan as make_plan
 from ompq.quantization.pipeline import quantize
-from ompq.runtimes.benchmark import installed_runtimes, time_files
+from ompq.runtimes.benchmark import MemoryUse, Timing, installed_runtimes, time_files
 from ompq.runtimes.onnx.onnx_files import export_onnx
 from ompq.user_functions import call_user_function
 from packing_tools import coded
@@ -383,3 +384,17 @@ def test_runs_and_exports_keep_to_a_budget_for_the_onnx_file(tmp_path):
     assert late.exit_code == 2
     assert f"more than the budget of {ompq.Budget.of(budget)}" in late.stderr
     assert not (tmp_path / "net.onnx").exists()
+
+
+def test_speed_ups_that_contradict_the_times_are_explained():
+    memory = MemoryUse(0, 0)
+    float_, own = (
+        Timing(name, "onnxruntime", ms, ratio, 0.1, memory)
+        for name, ms, ratio in (("float", 2.0, 1.0), ("quantized", 2.1, 1.8))
+    )
+    sizes = {"float": 1, "quantized": 1}
+    said = bench_view([float_, own], sizes, []).body
+    assert any("medians of the ratios of paired runs" in str(one) for one in said)
+    agreeing = Timing("quantized", "onnxruntime", 1.0, 2.0, 0.1, memory)
+    quiet = bench_view([float_, agreeing], sizes, []).body
+    assert not any("medians" in str(one) for one in quiet)

@@ -300,10 +300,10 @@ def test_padded_tokens_do_not_need_the_fused_kernels():
 def test_scores_and_histograms_take_the_network_itself():
     network, samples = vision_transformer(), images(8, size=32)
     plan = ompq.plan(network, samples, "4bits")
-    given = ompq.ScoreInputs(
+    given = ompq.scores.ScoreInputs(
         plan.graph, network, ompq.Samples.of(samples), plan.choices
     )
-    assert (ompq.WeightNoise()(given).damage > 0).all()
+    assert (ompq.scores.WeightNoise()(given).damage > 0).all()
     quantized = ompq.quantize(network, plan, samples)
     shown = ompq.layer_histograms(quantized, network, plan, samples, count=10)
     assert any("in_proj, inputs" in one.name for one in shown)

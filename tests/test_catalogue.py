@@ -14,6 +14,7 @@ from ompq.network.graph import trace
 from ompq.network.observation import watch
 from ompq.network.units import Choice
 from ompq.outputs import drawn_classes
+from ompq.score_tables import ScoreTable
 from ompq.scores import sensitivity, weight_noise
 from ompq.scores.catalogue import SCORES, score_name, score_table
 from ompq.scores.orthogonality import (
@@ -26,7 +27,7 @@ from ompq.scores.orthogonality import (
 )
 from ompq.scores.output_divergence import OutputDivergence
 from ompq.scores.sensitivity import Sensitivity
-from ompq.scores.table import Random, ScoreTable
+from ompq.scores.table import Random
 from ompq.scores.weight_noise import (
     WeightNoise,
     noise_ratios,
@@ -139,7 +140,9 @@ def test_granularity_decides_what_a_function_is(granularity, functions):
 
 
 def test_unknown_granularity_is_refused(network, graph):
-    with pytest.raises(ValueError, match="granularity='pixel' is unknown; use layer"):
+    with pytest.raises(
+        ValueError, match="'granularity' of OrmSettings must be one of 'layer', 'block'"
+    ):
         measure_orm(graph, network, images(), OrmSettings(granularity="pixel"))
 
 

@@ -30,7 +30,7 @@ from ompq.report.figures import (
     styled_figure,
     write_figures,
 )
-from ompq.scores.table import ScoreTable
+from ompq.score_tables import ScoreTable
 from ompq.sections import (
     Accuracy,
     AuditedRanks,

@@ -331,3 +331,15 @@ def test_what_stays_float_is_collapsed():
         "aux.conv, aux.fc: never called in the forward pass",
         "old: Norm stays float: 7 parameters",
     ]
+
+
+def test_a_line_of_progress_names_its_stage_once(monkeypatch):
+    now = iter(range(0, 1000, 20))
+    monkeypatch.setattr(consoles, "perf_counter", lambda: float(next(now)))
+    said = io.StringIO()
+    with consoles._lines(RichConsole(file=said), "evaluating") as progress:
+        progress(1, 9, "evaluating: top-1 50 %")
+        progress(2, 9, "batch")
+    first, second = said.getvalue().splitlines()
+    assert first.startswith("evaluating: top-1 50 %, 1/9")
+    assert second.startswith("evaluating: batch, 2/9")

@@ -11,15 +11,16 @@ import torch
 import ompq
 from cli_tools import network_file, run, run_json
 from ompq import measurement
-from ompq.cli import settings
-from ompq.cli.settings import PlanOptions, ScoreOptions
+from ompq.cli import option_groups
+from ompq.cli.loading import plan_count
+from ompq.cli.option_groups import PlanOptions, ScoreOptions
 from ompq.cli.views import totals
 from ompq.configs import PLAN_PROTOCOLS, OrmSettings, PlanConfig
 from ompq.costs import overhead_bytes
 from ompq.datasets.named_data import load_data
 from ompq.models.named_models import load_model
 from ompq.network.units import Choice
-from ompq.planning import plan as make_plan
+from ompq.planning import chosen_score, free_choices, plan as make_plan
 from ompq.plans import Plan
 from ompq.progress import Stages
 from ompq.scores.catalogue import SCORES
@@ -77,7 +78,7 @@ def test_a_file_larger_than_the_float_weights_is_not_called_smaller():
     samples = torch.randn(8, 4, generator=generator)
     plan = ompq.plan(torch.nn.Sequential(torch.nn.Linear(4, 2)), samples, "8bits")
     # 4 × 2 weights and 2 biases of 4 bytes
-    assert dict(totals(plan))["size"].endswith(" KiB, no smaller than float (40 B)")
+    assert dict(totals(plan))["packed"].endswith(" KiB, no smaller than float (40 B)")
 
 
 def test_totals_are_those_of_the_plan(net, plan_file):
@@ -244,22 +245,19 @@ def test_options_of_orm_reach_the_score():
         protocol="paper-ptq", beta=3.0, decreasing="-x", centred=True
     )
     wanted = OrmSettings(beta=3.0, decreasing="-x", centred=True)
-    assert options.config().score == Orm(wanted)
-    distortion = (
-        ScoreOptions(score="orm_distortion", granularity="block").config().score
-    )
+    assert chosen_score(options.config()) == Orm(wanted)
+    blocks = ScoreOptions(score="orm_distortion", granularity="block")
+    distortion = chosen_score(blocks.config())
     assert distortion.settings == OrmSettings(per_function=True, granularity="block")
-    pairs = PlanOptions(choices="W4A4, w8a8").config().free_choices
+    pairs = free_choices(PlanOptions(choices="W4A4, w8a8").config())
     assert pairs == [Choice(4, 4), Choice(8, 8)]
 
 
 def test_the_papers_number_of_samples_goes_with_its_protocol():
-    ours, paper = PlanOptions(), PlanOptions(protocol="paper-ptq")
-    assert ours.samples("torchvision:resnet18") == 64
-    assert ours.samples("torchvision:mobilenet_v2") == 64
-    assert paper.samples("torchvision:mobilenet_v2") == 32
-    assert paper.samples("timm:mobilenetv2_100") == 32
-    assert paper.samples("torchvision:resnet18") == 64
+    assert plan_count(None, "torchvision:resnet18") == 64
+    assert plan_count("ours", "torchvision:mobilenet_v2") == 64
+    assert plan_count("paper-ptq", "torchvision:mobilenet_v2") == 32
+    assert plan_count("paper-ptq", "timm:mobilenetv2_100") == 32
 
 
 def test_a_score_of_the_users_own(net, tmp_path):
@@ -314,11 +312,11 @@ def test_latency_is_a_budget(net, tmp_path):
     [
         (["--budget", "4 parsecs"], "4 parsecs"),
         (["--budget", "0.1%"], "cannot be met"),
-        (["--score", "orn"], "there is no score 'orn' (did you mean orm"),
+        (["--score", "orn"], "'orn' is not one of orm"),
         (["--choices", "2,x"], "write for example --choices 2,4,8"),
         (["--choices", "1,2"], "must be weight bits from 2 to 8"),
         (["--choices", "W4A4,8"], "write for example W4A4,W8A8"),
-        (["--beta", "2"], "--beta is for the scores orm and orm_distortion, not"),
+        (["--beta", "2"], "--beta: settings of ORM are for scores that measure it"),
         (["--pin", "fc"], "--pin fc: write PATTERN=BITS"),
         (["--rates", "2,x"], "--rates 2,x is not a list of rates; write"),
         (["--group-size", "48"], "must be one of 32, 64, 128, or None"),
@@ -600,7 +598,7 @@ def test_every_score_is_listed_with_what_it_needs():
 
 @pytest.mark.parametrize("limit", ["3", "1h"])
 def test_bits_can_be_refined_by_measuring(net, tmp_path, limit, monkeypatch):
-    monkeypatch.setattr(settings, "_UNLIMITED", 4)
+    monkeypatch.setattr(option_groups, "_UNLIMITED", 4)
     path = tmp_path / "plan.json"
     words = ("plan", net[0], "--data", "random", "--budget", "4bits", "-o", path)
     result = run(*words, "--samples", "32", "--refine", limit)
@@ -623,7 +621,7 @@ def test_refining_may_reconstruct_what_it_measures(net, tmp_path, monkeypatch):
         seen.append(config)
         return plan
 
-    monkeypatch.setattr("ompq.refinement.refine", refine)
+    monkeypatch.setattr("ompq.workflow.refine", refine)
     words = ("plan", net[0], "--data", "random", "--budget", "4bits", "--samples", "32")
     words = (*words, "-o", tmp_path / "plan.json", "--refine", "7")
     assert run(*words, "--refine-by", "reconstruct").exit_code == 0

@@ -12,7 +12,7 @@ import torch
 import ompq
 from cli_tools import run, run_json
 from nets import TinyMobileNet, demo_network, scenes, seeded
-from ompq.cli import demo as job
+from ompq.cli import commands, demo as job
 from ompq.cli.demo import (
     COPIES,
     DIGITS,
@@ -146,8 +146,8 @@ def test_the_result_can_be_given_to_ompq_report(made):
     assert data["plan"]["hash"] == ompq.Plan.load(folder / "plan.json").hash
     kinds = [type(one).__name__ for one in sections_from_json(data["sections"])]
     assert kinds.count("Accuracy") == 4 + 3  # digits, and noisy ones
-    assert kinds.count("BlockError") == 9
-    assert kinds.count("Agreement") == 3  # packed file, ONNX against both
+    assert kinds.count("BlockErrorSection") == 9
+    assert kinds.count("AgreementSection") == 3  # packed file, ONNX against both
     assert kinds.count("Histogram") == 6  # weights and inputs of three layers
     assert set(data["seconds"]) >= {
         *("scoring the choices", "reconstructing", "finalizing integers"),
@@ -284,7 +284,7 @@ def test_the_help_tells_which_budgets_can_be_met(made):
 
 
 def demo_range() -> str:
-    return job.demo.__doc__.partition("Budgets from")[2]
+    return commands.demo.__doc__.partition("Budgets from")[2]
 
 
 def test_a_budget_that_cannot_be_met_leaves_nothing(tmp_path):

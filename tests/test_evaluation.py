@@ -7,7 +7,8 @@ from scipy.stats import binomtest
 from torch import nn
 
 from ompq.errors import DataError, ModelError
-from ompq.evaluation import Evaluation, evaluate, wilson_interval
+from ompq.evaluation import evaluate
+from ompq.evaluation_result import Evaluation, wilson_interval
 from ompq.samples import Samples, class_rows
 
 

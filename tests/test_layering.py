@@ -40,6 +40,7 @@ ORDER = {
     "cost_tables": "",
     "budgets": "",
     "costs": "",
+    "score_tables": "",
     "scores": "table weight_noise output_divergence orthogonality "
     "sensitivity catalogue",
     "allocation": "problem relaxation exact_search infeasibility allocator explanation",
@@ -49,6 +50,7 @@ ORDER = {
     "given_bits weight_grids assembly calibration moments record pipeline",
     "reconstruction": "block_layout block_fisher block_data descent phases rounding "
     "tuning block_loop",
+    "evaluation_result": "",
     "evaluation": "",
     "measurement": "",
     "training": "norms methods step training_batches "
@@ -69,8 +71,8 @@ ORDER = {
     "sections": "",
     "report": "charts explorer figures histograms page",
     "workflow": "",
-    "cli": "console options option_groups views settings artifacts commands "
-    "decisions demo freed_memory main run_files runs saved_plans",
+    "cli": "console options option_groups command_registry views loading artifacts "
+    "decisions demo freed_memory run_files runs saved_plans commands main",
     "__main__": "",
     "lab": "weight_rules.dorefa weight_rules.fracbits weight_rules.lq_nets "
     "weight_rules.outliers more_scores.blend more_scores.block_loss "

@@ -133,7 +133,7 @@ def test_cifar_network_loads_strictly_and_describes_its_images(tmp_path):
 def test_networks_of_the_package_without_weights_say_so():
     with pytest.raises(
         ModelError,
-        match="cifar:resnet20 has no weights of its own. Pass --weights FILE",
+        match="cifar:resnet20 has no weights of its own. Give a file of weights",
     ):
         load_model("cifar:resnet20")
 
@@ -150,7 +150,9 @@ def test_networks_of_the_package_may_ship_weights(tmp_path, monkeypatch):
 
 def test_failing_download_is_one_line_that_says_what_to_do(monkeypatch):
     monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", offline)
-    with pytest.raises(ModelError, match="Pass --weights FILE or --weights none$") as e:
+    with pytest.raises(
+        ModelError, match="Give a file of weights, or none for random ones$"
+    ) as e:
         load_model("torchvision:squeezenet1_1")
     assert "torchvision's own weights for torchvision:squeezenet1_1" in str(e.value)
     assert "no network in tests" in str(e.value)
@@ -240,7 +242,7 @@ def test_timm_network_without_pretrained_weights_says_so():
             r"Use torchvision:NAME, timm:NAME, cifar:NAME, transformers:FOLDER or FILE",
         ),
         ("", r"'' is not the name of a network\. Use"),
-        ("net.safetensors", "Use .*; ompq evaluate NETWORK --packed FILE reads packed"),
+        ("net.safetensors", "Use .*; ompq.load reads packed files"),
         ("nowhere.py:make", "there is no file nowhere.py"),
         ("net.py", "here net.py:FUNCTION, where FUNCTION returns the network"),
     ],
@@ -593,7 +595,7 @@ def test_without_the_hub_client_downloads_are_guarded_all_the_same(monkeypatch):
         pass
     words = r"torchvision's own weights for net cannot be downloaded \(OSError: x\)"
     with (
-        pytest.raises(ModelError, match=f"{words}. Pass --weights FILE or"),
+        pytest.raises(ModelError, match=f"{words}. Give a file of weights, or"),
         downloading("torchvision", "net"),
     ):
         raise OSError("x")

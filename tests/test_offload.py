@@ -203,15 +203,17 @@ def test_too_little_memory_says_how_much_is_needed(tmp_path):
     network = seeded(TinyMobileNet())
     with device_memory("0.1KiB", "cpu"):
         words = r"device_memory=102 B does not hold the \d+ B of weights"
-        with pytest.raises(ompq.DeviceMemoryError, match=words):
+        with pytest.raises(ompq.errors.DeviceMemoryError, match=words):
             ompq.trace(network, images())
         demo = ompq.load_model("ompq:demo")
         for data in ("digits", write_inputs(tmp_path)):
-            with pytest.raises(ompq.DeviceMemoryError, match="^device_memory=102 B"):
+            with pytest.raises(
+                ompq.errors.DeviceMemoryError, match="^device_memory=102 B"
+            ):
                 ompq.load_data(data, demo)
     with device_memory("2.5GiB", "cpu") as memory:
         words = "device_memory=2.50 GiB does not hold the 3.25 GiB of weights"
-        with pytest.raises(ompq.DeviceMemoryError, match=words):
+        with pytest.raises(ompq.errors.DeviceMemoryError, match=words):
             memory.check(13 << 28)
     for text in ("8", "0GiB", "much"):
         words = f"device_memory={text} is not an amount"

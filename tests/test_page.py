@@ -16,7 +16,7 @@ from ompq.network.units import Choice, Skipped
 from ompq.plans import Measurement, Plan
 from ompq.report.explorer import axis_costs, explorer_data, solution
 from ompq.report.page import render_report, without_folders, write_report
-from ompq.scores.table import ScoreTable
+from ompq.score_tables import ScoreTable
 from ompq.sections import Accuracy, AgreementSection, Remark, Versions
 from reports import CLOSING, HOSTILE, big_plan, every_section, hostile_plan, toy_plan
 

@@ -271,7 +271,9 @@ def chain(units):
     return ompq.Plan(
         graph=ompq.LayerGraph(every),
         choices=choices,
-        scores=ompq.ScoreTable(damage, orm, tuple(names), damage[:, 0], damage[:, 0]),
+        scores=ompq.scores.ScoreTable(
+            damage, orm, tuple(names), damage[:, 0], damage[:, 0]
+        ),
         allowed=np.ones(damage.shape, dtype=bool),
         budget=ompq.Budget.parse("4bits"),
         allocation=ompq.Allocation(dict.fromkeys(names, Choice(4, 8))),
@@ -332,7 +334,7 @@ def test_a_pair_fixes_weight_and_activation_bits_together(network):
 @pytest.mark.parametrize("granularity", ["block", "stage", "net"])
 def test_coarse_granularity_gives_one_width_to_each_part(granularity):
     network = seeded(TinyMobileNet())
-    score = ompq.Orm(ompq.OrmSettings(granularity=granularity))
+    score = ompq.scores.Orm(ompq.OrmSettings(granularity=granularity))
     config = ompq.PlanConfig(score=score, pinned={"@first": 8})
     plan = ompq.plan(network, images(8), "4.5bits", config)
     widths: dict = {}
@@ -347,7 +349,7 @@ def test_coarse_granularity_gives_one_width_to_each_part(granularity):
 
 @pytest.mark.parametrize("name", ["-log(x)", "-x", "-x^3", "-exp(x)"])
 def test_every_decreasing_function_uses_the_budget_up(network, name):
-    score = ompq.Orm(ompq.OrmSettings(decreasing=name))
+    score = ompq.scores.Orm(ompq.OrmSettings(decreasing=name))
     plan = ompq.plan(network, images(8), "4bits", ompq.PlanConfig(score=score))
     assert plan.totals["average_bits"] > 3.5
     assert plan.scores.importance.min() == 0  # raised until the least is 0

@@ -97,7 +97,7 @@ def test_bits_may_be_a_file_or_patterns(tmp_path):
     bits = ompq.quantization_of(mixed).allocation
     assert dict(bits) == {"conv": ompq.Choice(4, 8), "head": ompq.Choice(8, 6)}
     with pytest.raises(
-        ompq.QuantizationError, match=r"no bits for conv; give them, or"
+        ompq.errors.QuantizationError, match=r"no bits for conv; give them, or"
     ):
         ompq.quantize(MODEL, {"head": 4}, images())
 
@@ -111,7 +111,9 @@ def test_a_quantized_network_is_not_quantized_again():
         lambda: ompq.reconstruct(network, network, images()),
         lambda: ompq.refine(PLAN, network, images(64)),
     ):
-        with pytest.raises(ompq.QuantizationError, match="Chain is already quantized"):
+        with pytest.raises(
+            ompq.errors.QuantizationError, match="Chain is already quantized"
+        ):
             again()
 
 

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 import ompq
 from cli_tools import NETWORK, TRAINED_NETWORK, network_file, run, run_json
 from ompq import workflow
+from ompq.allocation.problem import Allocation
 from ompq.amounts import in_bytes
 from ompq.checkpoints import Store
 from ompq.datasets.distillation import distilled_samples
@@ -24,6 +26,7 @@ from ompq.errors import FileError
 from ompq.evaluation import evaluate
 from ompq.files import locked_folder, remove_unfinished, shown
 from ompq.models.named_models import load_model
+from ompq.network.units import Choice
 from ompq.packed.packed_files import load
 from ompq.plans import Plan
 from ompq.quantization.record import quantization_of
@@ -214,7 +217,7 @@ def test_ctrl_c_before_the_first_block_leaves_nothing_to_resume(
     def stop(*_args, **_settings):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ompq.quantization.pipeline.quantize", stop)
+    monkeypatch.setattr("ompq.workflow.quantize", stop)
     result = run("quantize", *net, *FAST, "--budget", "70%", "-o", tmp_path / "out")
     assert result.exit_code == 130
     assert result.stderr.endswith("stopped\n")
@@ -255,10 +258,10 @@ def test_evaluate_tells_top1_with_its_interval(net):
     expected = evaluate(model.module, batches)
     low, high = expected.interval
     text = f"{100 * expected.top1:.2f} % ({100 * low:.2f} to {100 * high:.2f})"
-    assert f"top-1    {text} of 50 images" in result.stdout
+    assert f"top-1    {text} of 50 samples" in result.stdout
     assert "--data random: the numbers mean nothing" in result.stdout
     quiet = run("evaluate", *net, "--limit", "50", "--quiet")
-    assert quiet.stdout == f"top-1 {text} of 50 images (95 % interval)\n"
+    assert quiet.stdout == f"top-1 {text} of 50 samples (95 % interval)\n"
 
 
 def test_evaluate_json_can_be_read_back(net):
@@ -310,6 +313,33 @@ def test_what_integers_cannot_do_stays_and_is_named(tmp_path):
     result = run("quantize", *words, "--no-reconstruct", "--budget", "99%", "-o", out)
     assert result.exit_code == 0, result.output
     assert "arithmetic  float: gelu in 1 has no integer kernel" in result.stdout
+
+
+def test_edited_bits_that_exceed_their_budget_are_refused(net, finished, tmp_path):
+    plan = Plan.load(finished[0] / "plan.json")
+    plan = plan.with_budget(f"{0.8 * plan.totals['bytes']:.0f}B")
+    most = Allocation(dict.fromkeys(plan.graph.names, Choice(8, 8)))
+    edited = tmp_path / "edited.json"
+    replace(plan, allocation=most).save(edited)
+    words = ("quantize", *net, *FAST[:2], "--no-reconstruct", "--plan", edited)
+    refused = run(*words, "-o", tmp_path / "out")
+    assert refused.exit_code == 2
+    assert f"the bits in {edited} exceed the plan's own budget: " in refused.stderr
+    assert "accept them with --ignore-budget" in refused.stderr
+    assert not (tmp_path / "out").exists()
+    assert run(*words, "--ignore-budget", "-o", tmp_path / "out").exit_code == 0
+    alone = run("quantize", *net, "--budget", "70%", "--ignore-budget", "-o", tmp_path)
+    assert "--ignore-budget has no effect without --plan; give both" in alone.stderr
+
+
+def test_a_run_says_which_file_its_budget_limits(finished):
+    folder, result = finished
+    line = next(r for r in result.stdout.splitlines() if "network.ompq" in r)
+    assert line.endswith(", limited to 70%")
+    assert f"ompq export {folder} writes the ONNX file, which is larger" in (
+        result.stdout.replace("\n", " ")
+    )
+    assert "--budget onnx:SIZE limits the other" in result.stdout
 
 
 def test_views_are_what_is_learned_from(net, tmp_path, monkeypatch):
@@ -733,7 +763,7 @@ def test_shapes_can_be_given_and_are_not_guessed_in_errors(tmp_path):
     found = run_json("budget", network, "--input-shape", "1,40")
     assert len(found["rows"]) > 2
     wrong = run("plan", network, "--data", "random", "--budget", "4bits")
-    assert "Give --input-shape" in wrong.stderr
+    assert "Give another input shape" in wrong.stderr
     other = run(
         "plan",
         network,
@@ -769,10 +799,13 @@ def test_a_run_can_be_repeated_from_its_file(net, finished, tmp_path):
     ("text", "message"),
     [
         ("command = ", "is not TOML"),
-        ('command = "walk"', 'for example command = "quantize"; there is no walk'),
+        ('command = "walk"', "for example command = \"quantize\"; there is no 'walk'"),
         ('command = "scores"\nbudgets = 3', "no such option: --budgets"),
-        ('command = ["plan"]', "must name its command"),
+        ('command = ["plan"]', "must name its command, for example command ="),
         ("# " + "x" * (1 << 16), "is not TOML: it has more than 65,536 bytes"),
+        ("command = 3", "must name its command, for example command ="),
+        ('command = "scores"\njson = {a = 1}', "json must be a text, a number, true"),
+        ('command = "scores"\njson = [[1]]', "json must be a text, a number, true"),
     ],
 )
 def test_files_that_cannot_be_run_say_why(tmp_path, text, message):
@@ -796,10 +829,11 @@ YAML_BOMB = b"a0: &a0 [x]\n" + b"".join(
         (b"command: \xff", "is not YAML"),
         (b"a: !!python/object/apply:os.getcwd []", "is not YAML"),
         (b"", "must hold options by name, like command: quantize"),
-        (b"command: walk", "for example command: quantize; there is no walk"),
+        (b"command: walk", "for example command: quantize; there is no 'walk'"),
         (b"command: scores\nbudgets: 3", "no such option: --budgets"),
         (YAML_BOMB, "is not YAML: it holds an alias (*name); write the value out"),
         (b"[" * 5000, "is not YAML"),
+        (b"command: scores\njson: {a: 1}", "json must be a text, a number, true"),
     ],
 )
 def test_yaml_files_that_cannot_be_run_say_why(tmp_path, text, message):

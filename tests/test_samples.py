@@ -334,7 +334,9 @@ def test_scores_of_inputs_use_batches_of_every_shape():
     choices = [ompq.Choice(4, bits) for bits in (4, 8)]
 
     def damage(given):
-        return ompq.WeightNoise()(score_inputs(graph, network, given, choices)).damage
+        return ompq.scores.WeightNoise()(
+            score_inputs(graph, network, given, choices)
+        ).damage
 
     # The part of the weights is the same in all three.
     both, apart = damage([one, two]), (damage(one) + damage(two)) / 2

@@ -10,7 +10,7 @@ import pytest
 
 from cli_tools import network_file, run, run_json
 from ompq.cli.saved_plans import pareto_view
-from ompq.evaluation import Evaluation
+from ompq.evaluation_result import Evaluation
 from ompq.plans import Plan
 from ompq.sections import StageTime, sections_to_json
 
@@ -297,3 +297,11 @@ def test_saved_plans_need_no_torch(plan_file, tmp_path):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert done.stdout
+
+
+def test_scores_that_agree_have_one_column_of_damage(plans):
+    same = run("compare", plans / "a.json", plans / "b.json").stdout
+    assert "damage by" not in same and same.splitlines()[0].endswith(" damage")
+    other = run("compare", *(plans / f"{name}.json" for name in "abc")).stdout
+    title = other.splitlines()[0]
+    assert "damage by 1 and 2" in title and "damage by 3" in title

@@ -118,7 +118,7 @@ def test_a_detector_is_quantized_whole_or_by_the_part_that_takes_a_batch(  # noq
     whole, images = torch.rand(2, 3, 64, 64), torch.randn(4, 3, 64, 64)
     config = ompq.PlanConfig(score="orm_distortion")
     says = "by the part that takes a batch: its backbone and head, see Detectors"
-    with pytest.raises(ompq.TraceError, match=says):
+    with pytest.raises(ompq.errors.TraceError, match=says):
         ompq.plan(detector, whole, "5bits", config)
 
     # The default score lets the weights alone decide, and says so.

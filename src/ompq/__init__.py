@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ompq.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from ompq import errors as errors, lab as lab, scores as scores
     from ompq.allocation.problem import Allocation as Allocation
     from ompq.budgets import Budget as Budget
     from ompq.configs import (
@@ -35,35 +36,9 @@ if TYPE_CHECKING:
     from ompq.datasets.images import image_views as image_views
     from ompq.datasets.named_data import load_data as load_data
     from ompq.datasets.training_sets import training_data as training_data
-    from ompq.errors import (
-        BudgetError as BudgetError,
-        CheckpointError as CheckpointError,
-        DataError as DataError,
-        DeviceMemoryError as DeviceMemoryError,
-        ExportError as ExportError,
-        FileError as FileError,
-        GoalError as GoalError,
-        HostMemoryError as HostMemoryError,
-        InfeasibleBudgetError as InfeasibleBudgetError,
-        MissingExtraError as MissingExtraError,
-        ModelError as ModelError,
-        OmpqError as OmpqError,
-        PackedFileError as PackedFileError,
-        PatternError as PatternError,
-        PlanError as PlanError,
-        ProcessError as ProcessError,
-        QuantizationError as QuantizationError,
-        SampleError as SampleError,
-        ScoreError as ScoreError,
-        TargetError as TargetError,
-        TraceError as TraceError,
-        TrainingError as TrainingError,
-    )
-    from ompq.evaluation import (
-        Evaluation as Evaluation,
-        Perplexity as Perplexity,
-        evaluate as evaluate,
-    )
+    from ompq.errors import OmpqError as OmpqError
+    from ompq.evaluation import Perplexity as Perplexity, evaluate as evaluate
+    from ompq.evaluation_result import Evaluation as Evaluation
     from ompq.integer.engine import IntegerNetwork as IntegerNetwork
     from ompq.integer.finalization import finalize as finalize
     from ompq.models.named_models import (
@@ -97,21 +72,6 @@ if TYPE_CHECKING:
     from ompq.runtimes.exporter import export as export
     from ompq.runtimes.gguf.gguf_files import export_gguf as export_gguf
     from ompq.samples import Samples as Samples
-    from ompq.scores.orthogonality import (
-        Orm as Orm,
-        OrmDistortion as OrmDistortion,
-    )
-    from ompq.scores.output_divergence import (
-        OutputDivergence as OutputDivergence,
-    )
-    from ompq.scores.sensitivity import Sensitivity as Sensitivity
-    from ompq.scores.table import (
-        Random as Random,
-        ScoreInputs as ScoreInputs,
-        ScoreTable as ScoreTable,
-        SmallestFirst as SmallestFirst,
-    )
-    from ompq.scores.weight_noise import WeightNoise as WeightNoise
     from ompq.sections import Accuracy as Accuracy
     from ompq.smallest_network import (
         Smallest as Smallest,

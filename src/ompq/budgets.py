@@ -273,7 +273,7 @@ def _missing(name: str, value: float, cost_name: str, costs: Mapping[str, Cost])
         )
     advice = f"use one of {', '.join(costs)}"
     if cost_name == "milliseconds":
-        advice = "give a latency table, measured on your device (--latency FILE)"
+        advice = "give a latency table, measured on your device"
     elif cost_name.endswith("_bytes"):
         advice = "plan again with such a budget: it needs the network"
     return f"{name}={value:g} limits {cost_name}, which are not known here; {advice}"

@@ -793,6 +793,20 @@ class TrainConfig(Config):
         return bool(getattr(rule, "keeps_plan", True))
 
 
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig(Config):
+    """Settings of the demonstration."""
+
+    budget: str = setting(
+        "37KiB",  # about two and a half bits per weight
+        "The limit, as for ompq plan.",
+        metavar="BUDGET",
+    )
+    samples: int = setting(512, "Unlabelled digits for calibration.", COUNT)
+    iterations: int = setting(100, "Reconstruction steps per block.", COUNT)
+    seed: int = setting(0, "Seed for the order of samples and for the noise.")
+
+
 # Settings by name; "ours" are the defaults. Those of the paper follow its text, in
 # which ORM is not centred; the released code centres it. Extensions add other work.
 ENDS: Mapping[str, Pin] = MappingProxyType({"@first": (8, 8), "@last": (8, 8)})

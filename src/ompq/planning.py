@@ -31,9 +31,10 @@ from ompq.network.units import (
 from ompq.plans import Plan, make_problem
 from ompq.progress import Progress, no_progress
 from ompq.samples import Samples, SamplesLike, batch_values
+from ompq.score_tables import ScoreTable
 from ompq.scores.catalogue import score_name, score_table, with_orm_settings
 from ompq.scores.orthogonality import function_units
-from ompq.scores.table import Score, ScoreInputs, ScoreTable
+from ompq.scores.table import Score, ScoreInputs
 from ompq.targets import Target, load_target
 
 _LOG = logging.getLogger(__name__)

@@ -55,7 +55,7 @@ from ompq.schema import (
     json_whole,
     read_json,
 )
-from ompq.scores.table import ScoreTable
+from ompq.score_tables import ScoreTable
 from ompq.tabular import data_frame, html_table
 from ompq.targets import Target
 

@@ -158,7 +158,7 @@ def _trusted(measured: list[Measurement], config: RefineConfig) -> bool:
     logger.warning(
         "the bits stay as planned: before reconstruction, the best allocation diverges "
         "by %s nats; above %s that says little about the network after it. Refine by "
-        "reconstruction instead (--refine-by reconstruct)",
+        "reconstruction instead (by='reconstruct')",
         digits(best),
         digits(config.trusted),
     )

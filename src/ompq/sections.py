@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Any, TypeAlias, get_args
 
 from ompq.errors import check_known
-from ompq.evaluation import Evaluation
+from ompq.evaluation_result import Evaluation
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from ompq.budgets import Budget
 from ompq.checkpoints import Measurements, Store
 from ompq.configs import Goal, SmallestConfig
 from ompq.errors import GoalError
-from ompq.evaluation import Evaluation, evaluate
+from ompq.evaluation import evaluate
+from ompq.evaluation_result import Evaluation
 from ompq.integer.finalization import finalized
 from ompq.measurement import split
 from ompq.network.graph import trace
@@ -192,7 +193,7 @@ class _Search:
         if self.best is None:
             raise GoalError(
                 f"no network meets the goal ({self.goal}): the largest gives "
-                f"{self.trials[-1]}. Allow more bits (--choices) or a larger loss"
+                f"{self.trials[-1]}. Allow more bits or a larger loss"
             )
         _, plan, network = self.best
         return Smallest(plan, network, self.goal, tuple(self.trials))

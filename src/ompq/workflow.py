@@ -28,7 +28,8 @@ from ompq.configs import (
     SmallestConfig,
 )
 from ompq.errors import ExportError, FileError, PackedFileError
-from ompq.evaluation import Evaluation, Metric, evaluate, wilson_interval
+from ompq.evaluation import Metric, evaluate
+from ompq.evaluation_result import Evaluation, wilson_interval
 from ompq.files import (
     CONFIG,
     GGUF,

@@ -8,7 +8,7 @@ import pytest
 import ompq
 from cli_tools import network_file, run
 from ompq import measurement
-from ompq.cli.settings import PlanOptions
+from ompq.cli.option_groups import PlanOptions
 from ompq.datasets.named_data import load_data
 from ompq.lab.audit_command import AuditOptions
 from ompq.lab.audits import AuditConfig

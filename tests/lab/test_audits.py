@@ -223,7 +223,7 @@ def test_others_that_cannot_be_measured_or_told_apart_are_refused(audited):
         (dict.fromkeys(names[1:], Choice(4, 8)), "mine: no bits for 1 of"),
         (dict.fromkeys(names, Choice(7, 8)), "mine: the allocation's bits for .* are"),
     ):
-        with pytest.raises(ompq.PlanError, match=message):
+        with pytest.raises(ompq.errors.PlanError, match=message):
             lab.audit(*given, others={"mine": ompq.Allocation(bits)})
     wide = ompq.Allocation(dict.fromkeys(names, Choice(8, 8)))
     for name in ("weight_noise", "uniform W3A8", "random allocation 3"):
@@ -265,7 +265,7 @@ def test_the_papers_claim_is_tested_on_every_measure_of_quality(audited):
 
 
 def test_random_allocations_do_not_depend_on_the_granularity_of_a_score(audited, found):
-    whole = ompq.Orm(ompq.OrmSettings(granularity="net"))
+    whole = ompq.scores.Orm(ompq.OrmSettings(granularity="net"))
     config = replace(QUICK_AUDIT, scores=(whole, "weight_noise"), orm_samples=0)
     other = lab.audit(audited, images(16), BUDGET, images(12, seed=5), config)
     assert [one.bits for one in other.random] == [one.bits for one in found.random]
@@ -277,14 +277,14 @@ def test_scores_tell_their_progress_and_are_computed_once(
     audited, tmp_path, monkeypatch
 ):
     calls, told = [], []
-    noise = ompq.WeightNoise.__call__
+    noise = ompq.scores.WeightNoise.__call__
 
     def counted(self, given):
         calls.append(self)
         given.progress(1, 2, "halfway")
         return noise(self, given)
 
-    monkeypatch.setattr(ompq.WeightNoise, "__call__", counted)
+    monkeypatch.setattr(ompq.scores.WeightNoise, "__call__", counted)
     config = replace(QUICK_AUDIT, allocations=3, resamples=2, orm_samples=0)
     given = (audited, images(), BUDGET, images(4, seed=5), config)
     first = lab.audit(*given, cache=tmp_path, progress=lambda *step: told.append(step))

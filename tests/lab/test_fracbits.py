@@ -108,6 +108,7 @@ def test_a_stopped_training_resumes_to_the_same_widths(tmp_path):
 def test_a_network_of_8_bits_has_no_width_to_learn():
     model, network, data = toy(bits=8)
     with pytest.raises(
-        ompq.TrainingError, match="FracBits has nothing to learn: every layer has 8"
+        ompq.errors.TrainingError,
+        match="FracBits has nothing to learn: every layer has 8",
     ):
         ompq.train(network, data, RECIPE, teacher=model)

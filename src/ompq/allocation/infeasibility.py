@@ -132,7 +132,7 @@ def _advice(problem: Problem, name: str, smallest: float) -> str:
     ways = [f"Raise it to {enough(cost, smallest)} or more"]
     already_coded = any(choice.rate for choice in choices)
     if already_coded and weights_count:
-        ways.append("allow lower rates (--rates, rates=...)")
+        ways.append("allow lower rates")
     elif min(choice.weight for choice in choices) > LEAST_BITS or not weights_count:
         ways.append("allow fewer bits")
     # Units with few weights cannot have low rates, pinned or not.

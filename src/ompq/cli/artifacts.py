@@ -3,27 +3,22 @@
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
 from ompq.amounts import in_bytes
 from ompq.cli.console import Column, Console, Shown, View, facts, muted
+from ompq.cli.loading import read_samples
+from ompq.cli.option_groups import BenchOptions, ExportOptions, shape_of
 from ompq.cli.options import (
-    argument,
     check_threads,
     check_writable,
-    flag,
-    number,
-    one_of,
-    option,
-    output_path,
 )
-from ompq.cli.settings import read_samples
 from ompq.configs import ExportConfig
 from ompq.datasets.named_data import load_data
 from ompq.errors import DataError, ExportError, ModelError, PackedFileError
@@ -35,7 +30,7 @@ from ompq.packed.format import read_contents
 from ompq.packed.packed_files import add_onnx, load
 from ompq.runtimes.benchmark import Timing, inputs_of, installed_runtimes, time_files
 from ompq.runtimes.export_result import ExportResult
-from ompq.runtimes.exporter import FORMATS, export as write_for_runtime
+from ompq.runtimes.exporter import export as write_for_runtime
 from ompq.runtimes.inspection import inspect_onnx, network_name, without_gain
 from ompq.runtimes.onnx.traced_graph import float_model
 from ompq.samples import Batch, Samples
@@ -43,67 +38,13 @@ from ompq.schema import json_object, read_json
 from ompq.sections import AgreementSection
 from ompq.workflow import add_agreement
 
-_FORMATS = ("onnx", "tflite", "packed")
 
-
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """Options for the file to write and the data to verify it with."""
-
-    file: Path | None = output_path(
-        f"The file to write. Default: {ONNX} in the folder."
-    )
-    format: str | None = one_of(
-        _FORMATS, "what to write. Default: by the suffix of --file, else onnx."
-    )
-    with_graph: bool = flag(
-        "With --format packed: include the ONNX graph, for ompq unpack."
-    )
-    network: str | None = option(
-        "NETWORK", "The network, if the packed file does not name it."
-    )
-    data: str | None = option(
-        "SOURCE", "Data to verify with. Default: that of the run, or noise."
-    )
-    samples: int = number("Number of inputs to verify with.", default=64)
-    opset: int = number("Version of the ONNX operator set.", default=21, least=None)
-
-    @property
-    def kind(self) -> str:
-        """The format, from the suffix of the file if it is not given."""
-        suffix = self.file.suffix if self.file else ""
-        return self.format or FORMATS.get(suffix, _FORMATS[0])
-
-    def target(self, packed: Path) -> Path:
-        """Return the file to write."""
-        if self.with_graph and self.kind != "packed":
-            raise ValueError("--with-graph writes a packed file: give --format packed")
-        if self.file is not None:
-            return self.file
-        if self.kind == "packed":
-            raise ValueError("--format packed copies a file: give -o FILE")
-        return packed.with_name(f"{packed.name.partition('.')[0]}.{self.kind}")
-
-
-def export(
-    source: Annotated[
-        Path, argument("SOURCE", "A folder of ompq quantize, or a packed network.")
-    ],
+def run_export(
+    source: Path,
     options: ExportOptions,
     console: Console,
 ) -> View:
-    """Export a quantized network for a runtime and verify the file.
-
-    Examples:
-      ompq export out/
-      ompq export out/ --format tflite
-      ompq export out/ --data images/ --samples 500 -o net.onnx
-      ompq export out/network.ompq.safetensors --format packed -o net.safetensors
-      ompq export out/ --format packed --with-graph -o net.ompq.safetensors
-
-    A packed file with its graph is all that ompq unpack needs to write the ONNX file.
-    Other tools find the bits of each layer in plan.json, under "allocation".
-    """
+    """Export a quantized network to ONNX and verify the file."""
     packed = source / PACKED if source.is_dir() else source
     if not packed.exists():
         raise PackedFileError(
@@ -123,7 +64,7 @@ def export(
     if not name:
         raise ModelError(f"{packed} does not name its network; give --network")
     with console.stage("loading the network"), muted():
-        model = load_model(name, "none")  # only the structure is used
+        model = _structure(name, source, options)
         network = load(packed, model.module)
     samples, data = _inputs(model, source, options, console)
     about: dict[str, Any] = {
@@ -167,15 +108,29 @@ def _inputs(
     model: NamedModel, source: Path, options: ExportOptions, console: Console
 ) -> tuple[Samples, str]:
     """Return the inputs to verify with, and the name of their source."""
-    name, result = options.data, source / RESULT
-    if name is None and result.is_file():
-        try:
-            name = json_object(read_json(result), "a result").get("data")
-        except ValueError as error:
-            raise DataError(f"{result} is damaged: {error}. Give --data") from error
+    name = options.data or _of_run(source, "data")
     with muted():  # noise is as good as images for verification
         data = load_data(name or "random", model, split="train")
     return read_samples(data, min(options.samples, len(data)), console), data.name
+
+
+def _structure(name: str, source: Path, options: ExportOptions) -> NamedModel:
+    """Return the network, of which only the structure is used, at the run's shape."""
+    model = load_model(name, "none")
+    shape = shape_of(options.input_shape or _of_run(source, "input_shape"))
+    return model if shape is None else model.at(shape)
+
+
+def _of_run(source: Path, what: str) -> str | None:
+    """Return a setting of the run whose folder is exported, or None."""
+    result = source / RESULT
+    if not result.is_file():
+        return None
+    try:
+        found = json_object(read_json(result), "a result").get(what)
+    except ValueError as error:
+        raise DataError(f"{result} is damaged: {error}. Give --data") from error
+    return None if found is None else str(found)
 
 
 def export_view(result: ExportResult, about: Mapping[str, Any]) -> View:
@@ -191,7 +146,7 @@ def export_view(result: ExportResult, about: Mapping[str, Any]) -> View:
     rows = [
         ("network", str(about["network"])),
         ("file", file),
-        *([("budget", about["budget"])] if about.get("budget") else []),
+        *_budget_rows(about.get("budget")),
         ("layers", ", ".join(f"{n} × {key}" for key, n in sorted(containers.items()))),
         ("verified", f"{result.runtime} on {about['data']}"),
         ("PyTorch", f"{result.simulated}{limit}"),
@@ -207,21 +162,10 @@ def export_view(result: ExportResult, about: Mapping[str, Any]) -> View:
     return View(data, line, [facts(rows)])
 
 
-def inspect(
-    file: Annotated[
-        Path, argument("FILE", "A packed network, or an ONNX file of ompq export.")
-    ],
+def run_inspect(
+    file: Path,
 ) -> View:
-    """Show what takes space in a packed network or an ONNX file.
-
-    Examples:
-      ompq inspect out/network.ompq.safetensors
-      ompq inspect out/network.ompq.safetensors --json
-      ompq inspect net.onnx
-
-    For a packed network, the planned sizes are shown as well. A damaged file is an
-    error.
-    """
+    """Show what takes space in a packed network or an ONNX file."""
     if file.is_dir():
         raise ValueError(
             f"{file} is a folder; give the file in it, for example {file / PACKED}"
@@ -295,34 +239,9 @@ def _unit_columns(account: Account) -> list[Column]:
     return columns
 
 
-def bench(
-    source: Annotated[
-        Path,
-        argument("FILE", "An ONNX file of ompq export, or the folder that holds it."),
-    ],
-    console: Console,
-    reference: str | None = option(
-        "NETWORK",
-        "The float network, by name or as an ONNX file. Default: the network named in "
-        "the file.",
-        "--float",
-    ),
-    threads: int = number("Threads per run.", default=1),
-    repeats: int = number("Timed runs of each network, in turn.", default=50),
-    batch: int = number("Images per run.", default=1),
-) -> View:
-    """Time an exported network against the float one, on this machine's CPU.
-
-    Examples:
-      ompq bench net.onnx
-      ompq bench net.onnx --float torchvision:resnet18 --threads 4
-      ompq bench net.onnx --float float.onnx --repeats 200 --json
-
-    The networks run alternately, and medians are shown. Memory is measured in a
-    separate process. Times are reliable only on an idle machine. OpenVINO is timed,
-    too, if it is installed.
-    """
-    check_threads(threads)
+def run_bench(source: Path, options: BenchOptions, console: Console) -> View:
+    """Time an exported network against the float one, on this machine's CPU."""
+    check_threads(options.threads)
     file = source / ONNX if source.is_dir() else source
     if file != source and not file.exists():
         raise ExportError(f"{source} has no {ONNX}; run ompq export {source} first")
@@ -332,9 +251,9 @@ def bench(
         )
     with TemporaryDirectory() as work:
         remarks = without_gain(file)
-        inputs = inputs_of(file, batch)
+        inputs = inputs_of(file, options.batch)
         with console.stage("writing the float network"), muted():
-            floats = _float(file, reference, Path(work))
+            floats = _float(file, options.reference, Path(work))
         timings: list[Timing] = []
         failed: list[str] = []
         for runtime in installed_runtimes():
@@ -343,8 +262,8 @@ def bench(
                     timings += time_files(
                         {"float": floats, "quantized": file},
                         inputs,
-                        repeats=repeats,
-                        threads=threads,
+                        repeats=options.repeats,
+                        threads=options.threads,
                         runtime=runtime,
                     )
             except ExportError as error:  # the other runtimes are still timed
@@ -391,6 +310,13 @@ def bench_view(
     ]
     slow = facts([("no faster", remarks)])
     below: list[Shown] = ["", slow] if remarks else []
+    if _differ(timings):
+        below = [
+            "",
+            "ms are medians of all runs; speed-ups are medians of the ratios of paired "
+            "runs. They differ here, so the machine was busy: trust the speed-ups.",
+            *below,
+        ]
     rows = [{**one.to_json(), "file_bytes": sizes[one.name]} for one in timings]
     line = "\n".join(
         f"{one.runtime}, {one.name}: {one.milliseconds:.3g} ms, "
@@ -399,3 +325,25 @@ def bench_view(
     )
     data = {"rows": rows, "without_gain": remarks}
     return View(data, line, [columns, *below])
+
+
+def _differ(timings: Sequence[Timing]) -> bool:
+    """Return whether a ratio of medians is far from the median of ratios."""
+    floats = {one.runtime: one.milliseconds for one in timings if one.name == "float"}
+    ratios = [
+        floats.get(one.runtime, one.milliseconds) / one.milliseconds / one.ratio
+        for one in timings
+    ]
+    return any(not 1 / _SAME < ratio < _SAME for ratio in ratios)
+
+
+_SAME = 1.05  # largest factor between two speed-ups that look the same
+
+
+def _budget_rows(budget: str | None) -> list[tuple[str, str]]:
+    """Return what the budget limits: the packed file, unless it says otherwise."""
+    if not budget:
+        return []
+    if "onnx:" in budget:
+        return [("budget", budget)]
+    return [("budget", f"{budget}, of the packed file; onnx:SIZE limits this file")]

@@ -1,84 +1,467 @@
-"""The commands, and the modules that they are in."""
+"""Every command: its options, help and examples.
 
-from importlib import import_module
-from inspect import cleandoc
-from typing import Any, NamedTuple
+The work is done by the module that a command imports when it is called, so that help
+needs neither PyTorch nor NumPy.
+"""
 
-import typer
+from pathlib import Path
+from typing import Annotated
 
-from ompq.registry import extensions
+from ompq.cli.command_registry import COMMANDS as COMMANDS, command
+from ompq.cli.console import Console, View, starting
+from ompq.cli.option_groups import (
+    COSTS,
+    PLAN_SAMPLES,
+    REFINE_SAMPLES,
+    BenchOptions,
+    CacheOptions,
+    DemoOptions,
+    EvaluateOptions,
+    ExportOptions,
+    GoalOptions,
+    NetworkOptions,
+    RefineOptions,
+    RunOptions,
+    ScoreOptions,
+    SourceOptions,
+    TrainOptions,
+)
+from ompq.cli.options import (
+    BudgetOption,
+    PlanFile,
+    argument,
+    flag,
+    number,
+    one_of,
+    option,
+    output_path,
+)
 
 
-class Command(NamedTuple):
-    """Where a command is defined, and its place and line in the help."""
+@command("Get started")
+def demo(options: DemoOptions, console: Console) -> View:
+    """Try everything on a small network that comes with ompq.
 
-    module: str
-    panel: str
-    summary: str
+    Examples:
+      ompq demo
+      ompq demo --budget 32KiB -o out/
+      ompq demo --budget 3.2bits --iterations 500
+      ompq demo --json --quiet
 
-    def load(self, name: str) -> Any:
-        """Import the command's module and return the command."""
-        spread = import_module("ompq.cli.options").spread
-        function = getattr(import_module(self.module), name)
-        single = typer.Typer(add_completion=False, rich_markup_mode="rich")
-        # Options after the file of ompq run belong to the command that the file names.
-        settings = {"ignore_unknown_options": name == "run"}
-        add = single.command(
-            name, help=_unwrapped(function.__doc__), context_settings=settings
-        )
-        add(spread(function))
-        return typer.main.get_command(single)
+    Plans, quantizes, reconstructs, evaluates, packs and exports a network that reads
+    handwritten digits, compares it with networks of uniform bits, and writes a report.
+    Takes about a minute and needs neither a GPU nor a download. Budgets from 30.8KiB to
+    88.2KiB, or 2bits to 8bits, can be met.
+    """
+    with starting():
+        from ompq.cli.demo import show_demo
 
-
-def _unwrapped(text: str) -> str:
-    """Join the lines of each paragraph of a docstring; examples keep their lines."""
-    paragraphs = cleandoc(text).split("\n\n")
-    return "\n\n".join(
-        part if "\n  " in part else part.replace("\n", " ") for part in paragraphs
-    )
+    return show_demo(options, console)
 
 
-# (Help panel, module) → its commands, in the order of the help.
-_GROUPS = {
-    ("Get started", "cli.demo"): {
-        "demo": "Try everything on a small network that comes with ompq.",
-    },
-    ("Plan", "cli.decisions"): {
-        "budget": "Show which budgets a network can meet.",
-        "plan": "Choose a bit width for every layer within a budget.",
-        "scores": "List the scores that estimate the damage of low bit widths.",
-    },
-    ("Plan", "cli.saved_plans"): {
-        "replan": "Solve a saved plan for another budget, without the network.",
-    },
-    ("Quantize", "cli.runs"): {
-        "quantize": "Plan, quantize, reconstruct, evaluate and save.",
-        "train": "Plan, quantize, train on labelled images, evaluate and save.",
-        "evaluate": "Measure a network's accuracy, with a confidence interval.",
-    },
-    ("Quantize", "cli.run_files"): {
-        "run": "Run a command with the options in a TOML or YAML file.",
-    },
-    ("Quantize", "cli.artifacts"): {
-        "export": "Export a quantized network for a runtime and verify the file.",
-    },
-    ("Quantize", "cli.saved_plans"): {
-        "unpack": "Write the ONNX file inside a packed network, without PyTorch.",
-    },
-    ("Inspect", "cli.saved_plans"): {
-        "explain": "Explain why a layer got its bits.",
-        "pareto": "Show the trade-off between size and damage.",
-        "compare": "Compare plans or results: size, damage, accuracy, bits.",
-        "report": "Write a plan as one HTML page that works offline.",
-    },
-    ("Inspect", "cli.artifacts"): {
-        "inspect": "Show what takes space in a packed network or ONNX file.",
-        "bench": "Time an exported network against the float one.",
-    },
-}
-COMMANDS = {
-    name: Command(f"ompq.{module}", panel, summary)
-    for (panel, module), group in _GROUPS.items()
-    for name, summary in group.items()
-}
-COMMANDS |= {n: Command(**one) for n, one in extensions().get("command", {}).items()}
+@command("Plan")
+def budget(
+    network: NetworkOptions,
+    planning: ScoreOptions,
+    console: Console,
+    data: str | None = option(
+        "SOURCE", "Take the input's shape from this data. Rarely needed."
+    ),
+    onnx: bool = flag("Show the largest possible ONNX file, too. Takes a few seconds."),
+) -> View:
+    """Show which budgets a network can meet.
+
+    Examples:
+      ompq budget torchvision:resnet18
+      ompq budget torchvision:mobilenet_v2 --choices 2,3,4 --accounting paper
+      ompq budget net.py:make --pin @first=8 --pin @last=8 --activation-bits 4,8
+      ompq budget torchvision:resnet18 --onnx
+
+    Every entry of the table is a valid --budget for ompq plan. Sizes depend on the
+    layers' shapes alone, so no weights and no data are needed.
+    """
+    with starting():
+        from ompq.cli.decisions import run_budget
+
+    return run_budget(network, planning, console, data, onnx)
+
+
+@command("Plan")
+def plan(
+    sources: SourceOptions,
+    planning: RefineOptions,
+    caching: CacheOptions,
+    console: Console,
+    budget: BudgetOption,
+    file: Path | None = output_path("Save the plan."),
+    samples: int | None = number(
+        f"Inputs to plan with. Default: {PLAN_SAMPLES}, the paper's number with "
+        f"--protocol, or {REFINE_SAMPLES} with --refine.",
+        least=2,
+    ),
+) -> View:
+    """Choose a bit width for every layer within a budget.
+
+    Examples:
+      ompq plan torchvision:resnet18 --data images/ --budget 4.0MiB -o plan.json
+      ompq plan net.py:make --data digits --budget 3.2bits --pin fc=8
+      ompq plan timm:resnet50 --data images/ --budget 16MiB,140GBOPs --choices 4,8
+      ompq plan cifar:resnet20 --weights none --data random --budget 12.5%
+      ompq plan timm:resnet18 --data images/ --budget 4MiB --protocol paper-ptq
+      ompq plan timm:resnet18 --data images/ --budget 4MiB --refine 3min
+
+    Run ompq budget first to see what can be met.
+    """
+    with starting():
+        from ompq.cli.decisions import run_plan
+
+    return run_plan(sources, planning, caching, console, budget, file, samples)
+
+
+@command("Plan")
+def scores() -> View:
+    """List the scores that estimate the damage of low bit widths.
+
+    Examples:
+      ompq scores
+      ompq scores --json
+
+    Pass one to --score. ompq audit measures how well each of them chooses bits. Seconds
+    are for ResNet-18, 64 images and six widths, as measured on two cores. Labels are
+    used from Python: a score's argument batches=[(images, labels)].
+    """
+    with starting():
+        from ompq.cli.decisions import run_scores
+
+    return run_scores()
+
+
+@command("Plan")
+def replan(
+    file: PlanFile,
+    console: Console,
+    budget: BudgetOption,
+    target: Path | None = output_path("Save the plan."),
+) -> View:
+    """Solve a saved plan for another budget, without the network.
+
+    Examples:
+      ompq replan plan.json --budget 3.5MiB
+      ompq replan plan.json --budget 3.2bits,75GBOPs -o smaller.json
+
+    Choices, pins and score stay as they were when the plan was made.
+    """
+    with starting():
+        from ompq.cli.saved_plans import run_replan
+
+    return run_replan(file, console, budget, target)
+
+
+@command("Quantize")
+def quantize(
+    sources: SourceOptions,
+    run: RunOptions,
+    goals: GoalOptions,
+    planning: RefineOptions,
+    caching: CacheOptions,
+    console: Console,
+) -> View:
+    r"""Plan, quantize, reconstruct, evaluate and save, in one command.
+
+    Examples:
+      ompq quantize torchvision:resnet18 --data train/ --budget 4.0MiB -o out/
+      ompq quantize timm:resnet18 --data train/ --eval-data val/ \
+        --budget 3.2bits --iterations 2000 -o out/
+      ompq quantize transformers:FOLDER --data text.txt --eval-data other.txt \
+        --budget 80MiB --target gguf --no-reconstruct -o out/
+      ompq quantize net.py:make --data digits --plan plan.json -o out/
+      ompq quantize ompq:demo --data digits --budget 36KiB -o out/
+      ompq quantize timm:resnet18 --data train/ --eval-data val/ --max-drop 1 \
+        -o out/
+      ompq quantize net.py:make --data images/ --min-agreement 99% -o out/
+
+    Instead of a budget, --max-drop, --min-agreement or --max-divergence set a goal.
+    ompq then finds the smallest network that meets it on --eval-data or, without that,
+    on half of the samples.
+
+    After Ctrl-C, add --resume to the same command to continue.
+    """
+    with starting():
+        from ompq.cli.runs import run_quantize
+
+    return run_quantize(sources, run, goals, planning, caching, console)
+
+
+@command("Quantize")
+def train(
+    sources: SourceOptions,
+    run: RunOptions,
+    training: TrainOptions,
+    planning: RefineOptions,
+    caching: CacheOptions,
+    console: Console,
+) -> View | None:
+    r"""Plan, quantize, reconstruct, train, evaluate and save, in one command.
+
+    Examples:
+      ompq train torchvision:resnet18 --data imagenet/ --eval-data imagenet/ \
+        --protocol paper-qat --budget 6.7MiB -o out/
+      ompq train cifar:resnet20 --weights r20.safetensors --data cifar10/ \
+        --budget 3bits --epochs 20 --set batch_norm=fold-and-train -o out/
+      ompq train ompq:demo --data digits --from out/network.ompq.safetensors \
+        -o more/
+      ompq train net.py:make --data data.py:make --loss net.py:loss \
+        --budget 4bits -o out/
+
+    After Ctrl-C, add --resume to the same command to continue. Start it with torchrun
+    or accelerate launch to use several GPUs or machines.
+    """
+    with starting():
+        from ompq.cli.runs import run_train
+
+    return run_train(sources, run, training, planning, caching, console)
+
+
+@command("Quantize")
+def evaluate(
+    sources: SourceOptions,
+    options: EvaluateOptions,
+    console: Console,
+) -> View:
+    r"""Measure a network's accuracy, with a 95 % confidence interval.
+
+    Examples:
+      ompq evaluate torchvision:resnet18 --data imagenet/val
+      ompq evaluate torchvision:resnet18 --weights r18.pth --data imagenet/val
+      ompq evaluate cifar:resnet20 --weights r20.safetensors --data cifar \
+        --limit 1000
+      ompq evaluate ompq:demo --data digits --json
+      ompq evaluate ompq:demo --packed out/network.ompq.safetensors \
+        --data digits --engine integer --limit 100
+
+    The data has one folder per class; a folder with train and test (or val) inside is
+    evaluated on test.
+    """
+    with starting():
+        from ompq.cli.runs import run_evaluate
+
+    return run_evaluate(sources, options, console)
+
+
+@command("Quantize")
+def run(
+    file: Annotated[Path, argument("CONFIG", "A TOML or YAML file.")],
+    more: Annotated[
+        list[str] | None,
+        argument("OPTIONS", "Options that override the file's: -o again/."),
+    ] = None,
+) -> None:
+    """Run a command with the options in a TOML or YAML file.
+
+    Examples:
+      ompq run out/config.toml --overwrite
+      ompq run config.yaml --budget 3.5MiB -o smaller/
+
+    ompq quantize and ompq train write such a file, config.toml, next to their results.
+    It holds the command and its options by name. Paths are relative to the current
+    directory.
+    """
+    with starting():
+        from ompq.cli.run_files import run_file
+
+    return run_file(file, more or [])
+
+
+@command("Quantize")
+def export(
+    source: Annotated[
+        Path, argument("SOURCE", "A folder of ompq quantize, or a packed network.")
+    ],
+    options: ExportOptions,
+    console: Console,
+) -> View:
+    """Export a quantized network for a runtime and verify the file.
+
+    Examples:
+      ompq export out/
+      ompq export out/ --format tflite
+      ompq export out/ --data images/ --samples 500 -o net.onnx
+      ompq export out/network.ompq.safetensors --format packed -o net.safetensors
+      ompq export out/ --format packed --with-graph -o net.ompq.safetensors
+
+    A packed file with its graph is all that ompq unpack needs to write the ONNX file.
+    Other tools find the bits of each layer in plan.json, under "allocation".
+    """
+    with starting():
+        from ompq.cli.artifacts import run_export
+
+    return run_export(source, options, console)
+
+
+@command("Quantize")
+def unpack(
+    file: Annotated[Path, argument("FILE", "A packed network that carries its graph.")],
+    target: Path | None = output_path("The ONNX file. Default: FILE as .onnx."),
+) -> View:
+    """Write the ONNX file inside a packed network, without PyTorch.
+
+    Examples:
+      ompq unpack net.ompq.safetensors
+      ompq unpack net.ompq.safetensors -o net.onnx
+
+    ompq export OUT --format packed --with-graph -o FILE writes such a packed file. The
+    result equals the ONNX file that ompq export verified, byte for byte. Only the
+    packed file is small: in the ONNX file and in memory, a coded weight takes a byte.
+    """
+    with starting():
+        from ompq.cli.saved_plans import run_unpack
+
+    return run_unpack(file, target)
+
+
+@command("Inspect")
+def explain(
+    file: PlanFile,
+    unit: Annotated[
+        str, argument("UNIT", "A layer's name, a glob, re:REGEX, @first or @last.")
+    ],
+) -> View:
+    """Explain why a layer got its bits.
+
+    Examples:
+      ompq explain plan.json layer1.0.conv1
+      ompq explain plan.json @last
+      ompq explain plan.json 'layer4.*' --json
+
+    Shows the damage and cost of every choice, what one more byte would gain, and the
+    swap with another layer that came closest to being better.
+    """
+    with starting():
+        from ompq.cli.saved_plans import run_explain
+
+    return run_explain(file, unit)
+
+
+@command("Inspect")
+def pareto(
+    file: PlanFile,
+    console: Console,
+    points: int = number("Number of sizes.", default=20, least=2),
+    cost: str = one_of(COSTS, "the cost to limit. Default: bytes.", default="bytes"),
+) -> View:
+    """Show the trade-off between size and damage.
+
+    Examples:
+      ompq pareto plan.json
+      ompq pareto plan.json --points 100 --json
+      ompq pareto plan.json --cost bit-ops
+
+    Every row is solved from the saved plan, and its size can be used as a budget.
+    """
+    with starting():
+        from ompq.cli.saved_plans import run_pareto
+
+    return run_pareto(file, console, points, cost)
+
+
+@command("Inspect")
+def compare(
+    sources: Annotated[
+        list[Path], argument("PLAN", "Two or more plans, or folders of ompq quantize.")
+    ],
+    console: Console,
+    page: Path | None = output_path(
+        "Write a report of the first plan, compared with the others."
+    ),
+) -> View:
+    """Compare plans or results: size, damage, accuracy, bits that differ.
+
+    Examples:
+      ompq compare plan.json smaller.json
+      ompq compare out-4MiB/ out-3MiB/ -o both.html
+      ompq compare a.json b.json c.json --json
+
+    A folder of ompq quantize adds the accuracy measured there. The damage of each plan
+    is shown by every plan's score, since scores may disagree on which plan is better.
+    """
+    with starting():
+        from ompq.cli.saved_plans import run_compare
+
+    return run_compare(sources, console, page)
+
+
+@command("Inspect")
+def report(
+    file: PlanFile,
+    console: Console,
+    page: Path | None = output_path("The HTML file to write."),
+    figures: Path | None = option(
+        "DIR", "Also draw bits, ORM and accuracies, as SVG and PNG."
+    ),
+    results: Path | None = option(
+        "FILE", "A result.json of ompq quantize, for accuracy, errors and times."
+    ),
+    title: str | None = option("TEXT", "Heading of the page."),
+) -> View:
+    """Write a plan as one HTML page that works offline.
+
+    Examples:
+      ompq report plan.json -o net.html
+      ompq report out/plan.json --results out/result.json -o net.html
+      ompq report plan.json --figures figures/
+
+    A slider on the page shows what other budgets would give.
+    """
+    with starting():
+        from ompq.cli.saved_plans import run_report
+
+    return run_report(file, console, page, figures, results, title)
+
+
+@command("Inspect")
+def inspect(
+    file: Annotated[
+        Path, argument("FILE", "A packed network, or an ONNX file of ompq export.")
+    ],
+) -> View:
+    """Show what takes space in a packed network or an ONNX file.
+
+    Examples:
+      ompq inspect out/network.ompq.safetensors
+      ompq inspect out/network.ompq.safetensors --json
+      ompq inspect net.onnx
+
+    For a packed network, the planned sizes are shown as well. A damaged file is an
+    error.
+    """
+    with starting():
+        from ompq.cli.artifacts import run_inspect
+
+    return run_inspect(file)
+
+
+@command("Inspect")
+def bench(
+    source: Annotated[
+        Path,
+        argument("FILE", "An ONNX file of ompq export, or the folder that holds it."),
+    ],
+    options: BenchOptions,
+    console: Console,
+) -> View:
+    """Time an exported network against the float one, on this machine's CPU.
+
+    Examples:
+      ompq bench net.onnx
+      ompq bench net.onnx --float torchvision:resnet18 --threads 4
+      ompq bench net.onnx --float float.onnx --repeats 200 --json
+
+    The networks run alternately, in pairs. Milliseconds are medians of the runs, and
+    the speed-up is the median of the ratios of the pairs, which other work on the
+    machine disturbs less. Memory is measured in a separate process. Times are reliable
+    only on an idle machine. OpenVINO is timed, too, if it is installed.
+    """
+    with starting():
+        from ompq.cli.artifacts import run_bench
+
+    return run_bench(source, options, console)

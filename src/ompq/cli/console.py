@@ -208,6 +208,11 @@ def opened(
             yield console
 
 
+def starting() -> AbstractContextManager[Any]:
+    """Show that something happens while modules such as PyTorch are imported."""
+    return RichConsole(stderr=True).status("starting", spinner="line")
+
+
 def in_first_process() -> bool:
     """Return whether this is the first of the processes that a launcher started."""
     return os.environ.get("RANK", "0") == "0"
@@ -316,7 +321,8 @@ def _lines(console: RichConsole, name: str) -> Iterator[Progress]:
             return
         last = now
         parts = [message, f"{done}/{total}" if total else "", left]
-        say(console, f"{name}: {', '.join(part for part in parts if part)}")
+        text = ", ".join(part for part in parts if part)
+        say(console, text if text.startswith(name) else f"{name}: {text}")
 
     yield progress
 

@@ -15,23 +15,24 @@ from ompq.amounts import digits, in_bytes
 from ompq.bit_widths import FLOAT_BITS
 from ompq.budgets import Budget
 from ompq.cli.console import Column, Console, View, muted, say
-from ompq.cli.options import (
-    BudgetOption,
-    check_writable,
-    flag,
-    number,
-    option,
-    output_path,
+from ompq.cli.loading import (
+    check_score,
+    find_data,
+    load_network,
+    plan_count,
+    provenance,
+    read_samples,
 )
-from ompq.cli.settings import (
+from ompq.cli.option_groups import (
     REFINE_SAMPLES,
     CacheOptions,
     NetworkOptions,
     RefineOptions,
     ScoreOptions,
     SourceOptions,
-    provenance,
-    read_samples,
+)
+from ompq.cli.options import (
+    check_writable,
 )
 from ompq.cli.views import as_budget, cost_columns, plan_view, size_budgets
 from ompq.datasets.named_data import load_data
@@ -41,49 +42,35 @@ from ompq.planning import unscored_problem
 from ompq.runtimes.onnx.onnx_sizes import file_costs
 from ompq.samples import Samples
 from ompq.scores.catalogue import SCORES
-from ompq.workflow import PLAN_SAMPLES, Workflow
+from ompq.workflow import Workflow
 
 
-def plan(
+def run_plan(
     sources: SourceOptions,
     planning: RefineOptions,
     caching: CacheOptions,
     console: Console,
-    budget: BudgetOption,
-    file: Path | None = output_path("Save the plan."),
-    samples: int | None = number(
-        f"Inputs to plan with. Default: {PLAN_SAMPLES}, the paper's number with "
-        f"--protocol, or {REFINE_SAMPLES} with --refine.",
-        least=2,
-    ),
+    budget: str,
+    file: Path | None,
+    samples: int | None,
 ) -> View:
-    """Choose a bit width for every layer within a budget.
-
-    Examples:
-      ompq plan torchvision:resnet18 --data images/ --budget 4.0MiB -o plan.json
-      ompq plan net.py:make --data digits --budget 3.2bits --pin fc=8
-      ompq plan timm:resnet50 --data images/ --budget 16MiB,140GBOPs --choices 4,8
-      ompq plan cifar:resnet20 --weights none --data random --budget 12.5%
-      ompq plan timm:resnet18 --data images/ --budget 4MiB --protocol paper-ptq
-      ompq plan timm:resnet18 --data images/ --budget 4MiB --refine 3min
-
-    Run ompq budget first to see what can be met.
-    """
+    """Choose a bit width for every layer within a budget."""
     check_writable(file)
     limits, config, cache = Budget.of(budget), planning.config(), caching.folder()
+    check_score(config, planning.of_orm)
     refinement = planning.refinement(sources.seed)
-    model = sources.load(console)
-    inputs = sources.inputs(model)
-    count = plan_count = samples or planning.samples(sources.network)
+    model = load_network(sources, console)
+    inputs = find_data(sources, model)
+    few = count = samples or plan_count(planning.protocol, sources.network)
     if refinement is not None and samples is None:
-        count = max(plan_count, min(REFINE_SAMPLES, len(inputs)))
+        count = max(few, min(REFINE_SAMPLES, len(inputs)))
     read = read_samples(inputs, count, console)
     work = Workflow(model.module, read, console.stages, cache)
     with _unfinished(file, console) as checkpoint:
         result = work.plan(
             limits,
             config,
-            count=plan_count,
+            count=few,
             refinement=refinement,
             checkpoint=checkpoint,
         )
@@ -109,29 +96,20 @@ def _unfinished(file: Path | None, console: Console) -> Iterator[Path | None]:
         path.unlink(missing_ok=True)
 
 
-def budget(
+def run_budget(
     network: NetworkOptions,
     planning: ScoreOptions,
     console: Console,
-    data: str | None = option(
-        "SOURCE", "Take the input's shape from this data. Rarely needed."
-    ),
-    onnx: bool = flag("Show the largest possible ONNX file, too. Takes a few seconds."),
+    data: str | None,
+    onnx: bool,
 ) -> View:
-    """Show which budgets a network can meet.
-
-    Examples:
-      ompq budget torchvision:resnet18
-      ompq budget torchvision:mobilenet_v2 --choices 2,3,4 --accounting paper
-      ompq budget net.py:make --pin @first=8 --pin @last=8 --activation-bits 4,8
-      ompq budget torchvision:resnet18 --onnx
-
-    Every entry of the table is a valid --budget for ompq plan. Sizes depend on the
-    layers' shapes alone, so no weights and no data are needed.
-    """
+    """Show which budgets a network can meet."""
     config = planning.config()
+    check_score(config, planning.of_orm)
     with muted():  # sizes do not depend on the weights, which may be random
-        model = replace(network, weights=network.weights or "none").load(console)
+        model = load_network(
+            replace(network, weights=network.weights or "none"), console
+        )
     if data is None:
         output_count(model)  # explains what to do if the input shape does not fit
         samples = blank_input(model)
@@ -208,17 +186,8 @@ def _uniform(problem: Problem, choice: Choice) -> dict[str, float]:
     return {name: cost.total(columns) for name, cost in problem.costs.items()}
 
 
-def scores() -> View:
-    """List the scores that estimate the damage of low bit widths.
-
-    Examples:
-      ompq scores
-      ompq scores --json
-
-    Pass one to --score. ompq audit measures how well each of them chooses bits. Seconds
-    are for ResNet-18, 64 images and six widths, as measured on two cores. Labels are
-    used from Python: ompq.Hessian(batches=[(images, labels)]).
-    """
+def run_scores() -> View:
+    """List the scores that estimate the damage of low bit widths."""
     known: dict[str, Any] = dict(SCORES)
     rows = [
         {"name": name, **score.needs._asdict(), "summary": score.summary}

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from ompq.allocation.problem import Allocation
 from ompq.amounts import in_bytes, percent
-from ompq.budgets import Budget
 from ompq.cli.console import Column, Console, Shown, View, facts
-from ompq.cli.options import check_writable, number, option, output_path
+from ompq.cli.option_groups import DemoOptions
+from ompq.cli.options import changed, check_writable
 from ompq.cli.views import time_line
-from ompq.configs import PlanConfig, ReconstructConfig, RoundingConfig
+from ompq.configs import DemoConfig, PlanConfig, ReconstructConfig, RoundingConfig
 from ompq.errors import InfeasibleBudgetError, OmpqError
-from ompq.evaluation import Evaluation, wilson_interval
+from ompq.evaluation_result import Evaluation, wilson_interval
 from ompq.files import ONNX, PACKED, PLAN, REPORT, RESULT
 from ompq.models.builtin_networks import DemoData, DemoNetwork, demo_data
 from ompq.models.named_models import load_model
@@ -45,17 +45,6 @@ _CODED_FRACTIONS = (0.75, 0.85)
 _BATCH = 150  # a third of the 450 test images
 
 logger = logging.getLogger(__name__)
-FOLDER = Path("ompq-demo")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoConfig:
-    """Settings of the demonstration."""
-
-    budget: Budget | str = "37KiB"  # about two and a half bits per weight
-    samples: int = 512  # unlabelled digits for calibration
-    iterations: int = 100  # reconstruction steps per block
-    seed: int = 0  # for the order of samples and for the noise
 
 
 @dataclass(frozen=True)
@@ -454,44 +443,14 @@ def _remarks(demo: Demo) -> list[Section]:
     return remarks
 
 
-def demo(
-    console: Console,
-    budget: str = option(
-        "BUDGET",
-        f"As for ompq plan. Default: {DemoConfig.budget}.",
-        default=str(DemoConfig.budget),
-    ),
-    folder: Path = output_path(
-        f"Folder for the results. Default: {FOLDER}/.", "DIR", FOLDER
-    ),
-    iterations: int = number(
-        "Reconstruction steps per block.", default=DemoConfig.iterations
-    ),
-    seed: int = number(
-        "Seed for the order of samples and for the noise.",
-        default=DemoConfig.seed,
-        least=None,
-    ),
-) -> View:
-    """Try everything on a small network that comes with ompq.
-
-    Examples:
-      ompq demo
-      ompq demo --budget 32KiB -o out/
-      ompq demo --budget 3.2bits --iterations 500
-      ompq demo --json --quiet
-
-    Plans, quantizes, reconstructs, evaluates, packs and exports a network that reads
-    handwritten digits, compares it with networks of uniform bits, and writes a report.
-    Takes about a minute and needs neither a GPU nor a download. Budgets from 30.8KiB to
-    88.2KiB, or 2bits to 8bits, can be met.
-    """
+def show_demo(options: DemoOptions, console: Console) -> View:
+    """Try everything on a small network, and return what came of it."""
+    folder, config = options.folder, changed(DemoConfig(), options)
     check_writable(folder, folder=True)
-    config = DemoConfig(budget=budget, iterations=iterations, seed=seed)
 
     def planned(plan: Plan, reference: Measured) -> None:
         if not console.json and not console.quiet:
-            console.show(*beginning(plan, budget, reference))
+            console.show(*beginning(plan, config.budget, reference))
 
     # The network is too small for several threads: synchronization would take most of
     # the time, and ten times as long on a busy machine.

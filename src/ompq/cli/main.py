@@ -1,8 +1,7 @@
-"""The program ``ompq``: its commands, error messages and exit codes.
+"""The program ``ompq``: its help, error messages and exit codes.
 
-A command is one line in ``_GROUPS`` and one function in the module named there, which
-takes groups of options and returns what to print. Modules are imported when their
-command is used, so that ``ompq --help`` does not import PyTorch.
+Commands are declared in :mod:`ompq.cli.commands`. The modules that do the work are
+imported when a command runs, so that help needs no PyTorch.
 """
 
 import os
@@ -30,10 +29,7 @@ class _Lazy(TyperCommand):
     def make_context(self, *args: Any, **extra: Any) -> Any:
         """Load the command and let it parse its arguments."""
         assert self.name is not None
-        # PyTorch takes seconds to import; without a sign of life it would look stuck.
-        with Console(stderr=True).status("starting", spinner="line"):
-            command = COMMANDS[self.name].load(self.name)
-        return command.make_context(*args, **extra)
+        return COMMANDS[self.name].load().make_context(*args, **extra)
 
 
 class _Commands(TyperGroup):
@@ -89,6 +85,9 @@ def explained(error: Exception) -> tuple[str, int]:
         return text, 2
     if type(error).__name__ == "OutOfMemoryError":
         return "the GPU is out of memory; use fewer --samples or --device cpu", 2
+    if isinstance(error, ModuleNotFoundError) and _is_missing(error.name):
+        package = _PACKAGES.get(str(error.name).partition(".")[0], error.name)
+        return f"{package} is not installed. Run: pip install {package}", 2
     if place := _user_line(error):
         return f"{place} failed: {type(error).__name__}: {text}", 2
     return (
@@ -96,6 +95,20 @@ def explained(error: Exception) -> tuple[str, int]:
         "report it with the output of --debug)",
         1,
     )
+
+
+# Modules whose package has another name.
+_PACKAGES = {
+    "torch": "torch torchvision",
+    "PIL": "pillow",
+    "yaml": "pyyaml",
+    "sklearn": "scikit-learn",
+}
+
+
+def _is_missing(module: str | None) -> bool:
+    """Return whether a module of another package could not be found."""
+    return module is not None and not module.startswith(("ompq", USER_MODULE))
 
 
 def _user_line(error: Exception) -> str:

@@ -38,6 +38,7 @@ from ompq.configs import (
     SCORE_NAMES,
     TARGET_NAMES,
     TRAIN_PROTOCOLS,
+    DemoConfig,
     Goal,
     OrmSettings,
     Pin,
@@ -49,10 +50,17 @@ from ompq.configs import (
     TuningConfig,
 )
 from ompq.errors import suggestion
-from ompq.files import CONFIG, ONNX, PACKED, PLAN, REPORT, RESULT
+from ompq.files import CONFIG, GGUF, ONNX, PACKED, PLAN, REPORT, RESULT
 from ompq.user_functions import is_user_function
 
-ENGINES, FORMATS = ("simulated", "integer"), ("onnx", "packed")
+ENGINES, FORMATS = ("simulated", "integer"), ("onnx", "tflite", "packed")
+PLAN_SAMPLES, CALIBRATION_SAMPLES = 64, 1024  # as in the paper and in BRECQ
+REFINE_SAMPLES = 1024  # as recommended for refine()
+DEMO_FOLDER = Path("ompq-demo")
+COSTS = (
+    *("bytes", "weight_bits", "bit_ops", "milliseconds"),
+    *("onnx_bytes", "graph_bytes"),
+)
 DEVICES = ("auto", "cpu", "cuda")
 LIMIT_HELP = "Use only this many samples, spread over the classes. Default: all."
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
@@ -141,6 +149,18 @@ class SourceOptions(NetworkOptions):
     )
     seed: int = number("Seed for the choice of samples.", default=0, least=None)
     skip_unreadable: bool = flag("Skip broken images instead of stopping.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """Options for the demonstration."""
+
+    budget: str | None = config_option(DemoConfig, "budget")
+    folder: Path = output_path(
+        f"Folder for the results. Default: {DEMO_FOLDER}/.", "DIR", DEMO_FOLDER
+    )
+    iterations: int | None = config_option(DemoConfig, "iterations")
+    seed: int | None = config_option(DemoConfig, "seed")
 
 
 def metric_option(where: str = "", more: str = "") -> Any:
@@ -256,9 +276,9 @@ class PlanOptions:
     def config(self) -> PlanConfig:
         """Return the protocol's settings with the changes that the options make."""
         base = PLAN_PROTOCOLS[self.protocol] if self.protocol else PlanConfig()
+        config = changed(base, self)
         if self.rates is not None and not self.coded:
             raise ValueError("--rates is for coded weights; add --coded")
-        config = changed(base, self)
         pins = dict(_pin(text) for text in self.pin or ())
         changes: dict[str, Any] = {
             "storage": "coded" if self.coded else None,
@@ -386,9 +406,6 @@ class RefineOptions(ScoreOptions):
         return replace(config, count=_UNLIMITED, seconds=seconds)
 
 
-CALIBRATION_SAMPLES = 1024  # as in BRECQ
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Options for what is done and where the files go."""
@@ -494,7 +511,7 @@ class RunOptions:
     def clear(self, *kept: Path | None) -> None:
         """With ``--overwrite``, remove the files of an earlier run, except ``kept``."""
         needed = {path.resolve() for path in kept if path is not None}
-        files = (PLAN, PACKED, ONNX, REPORT, RESULT, CONFIG, *_STARTED)
+        files = (PLAN, PACKED, ONNX, GGUF, REPORT, RESULT, CONFIG, *_STARTED)
         for path in map(self.folder.joinpath, files if self.overwrite else ()):
             if path.is_dir():
                 rmtree(path, ignore_errors=True)
@@ -661,7 +678,9 @@ class ExportOptions:
     file: Path | None = output_path(
         f"The file to write. Default: {ONNX} in the folder."
     )
-    format: str = one_of(FORMATS, "what to write. Default: onnx.", default=FORMATS[0])
+    format: str | None = one_of(
+        FORMATS, "what to write. Default: by the suffix of --output, else onnx."
+    )
     with_graph: bool = flag(
         "With --format packed: include the ONNX graph, for ompq unpack."
     )
@@ -677,15 +696,21 @@ class ExportOptions:
     samples: int = number("Number of inputs to verify with.", default=64)
     opset: int = number("Version of the ONNX operator set.", default=21, least=None)
 
+    @property
+    def kind(self) -> str:
+        """The format, from the suffix of the file if it is not given."""
+        suffix = self.file.suffix.removeprefix(".") if self.file else ""
+        return self.format or (suffix if suffix in FORMATS else FORMATS[0])
+
     def target(self, packed: Path) -> Path:
         """Return the file to write."""
-        if self.with_graph and self.format != "packed":
+        if self.with_graph and self.kind != "packed":
             raise ValueError("--with-graph writes a packed file: give --format packed")
         if self.file is not None:
             return self.file
-        if self.format == "packed":
+        if self.kind == "packed":
             raise ValueError("--format packed copies a file: give -o FILE")
-        return packed.with_name(f"{packed.name.partition('.')[0]}.onnx")
+        return packed.with_name(f"{packed.name.partition('.')[0]}.{self.kind}")
 
 
 @dataclass(frozen=True, kw_only=True)

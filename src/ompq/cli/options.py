@@ -360,7 +360,9 @@ def given_for(
     typed: dict[str, str] = {}
     for one in fields(options):
         home, value = one.metadata.get("home"), getattr(options, one.name)
-        if home is None or home.config is not config or value in (None, False):
+        if home is None or home.config is not config:
+            continue
+        if value is None or value is False:  # not given; 0 is
             continue
         name = f"--{kebab(one.name)}"
         changes[home.field] = _converted(home, value, name)
@@ -406,8 +408,9 @@ def number_list(
 
 
 BUDGET = (
-    "4.0MiB, 4.2MB, 12.5%, 3.2bits, 75GBOPs, 8ms, activations:512KiB, total:2MiB, "
-    "onnx:5MiB, graph:5MiB, gguf:80MiB; join several with commas"
+    "4.0MiB, 4.2MB or 12.5% of the packed file; 3.2bits, 75GBOPs, 8ms, "
+    "activations:512KiB, total:2MiB, onnx:5MiB, graph:5MiB, gguf:80MiB; join several "
+    "with commas"
 )
 BudgetOption = Annotated[
     str, typer.Option(metavar="BUDGET", help=f"The limit: {BUDGET}.")

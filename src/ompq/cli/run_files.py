@@ -1,13 +1,14 @@
 """``ompq run FILE``: a command with the options that a file holds."""
 
 import tomllib
+from collections.abc import Mapping, Sequence
+from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from types import NoneType
+from typing import Any
 
-import typer
-
-from ompq.cli.commands import COMMANDS
+from ompq.cli.command_registry import COMMANDS
 from ompq.errors import MissingExtraError
 from ompq.schema import read_limited
 
@@ -17,51 +18,27 @@ _LARGEST = 1 << 16  # bytes of a file
 _WITHOUT = {"--no-reconstruct": ("iterations", "merge-blocks", "tune-epochs")}
 
 
-def run(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CONFIG", help="A TOML or YAML file.", show_default=False
-        ),
-    ],
-    more: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="OPTIONS",
-            help="Options that override the file's: -o again/.",
-            show_default=False,
-        ),
-    ] = None,
-) -> None:
-    """Run a command with the options in a TOML or YAML file.
-
-    Examples:
-      ompq run out/config.toml --overwrite
-      ompq run config.yaml --budget 3.5MiB -o smaller/
-
-    ompq quantize and ompq train write such a file, config.toml, next to their results.
-    It holds the command and its options by name. Paths are relative to the current
-    directory.
-    """
+def run_file(file: Path, more: Sequence[str]) -> None:
+    """Run the command that a file names, with its options and those that override."""
     kind, given = _config(file)
     name = given.pop("command", None)
     if not isinstance(name, str) or name not in COMMANDS or name == "run":
         example = {"TOML": 'command = "quantize"', "YAML": "command: quantize"}[kind]
         raise ValueError(
             f"{file} must name its command, for example {example}"
-            + (f"; there is no {name}" if name else "")
+            + (f"; there is no {name!r}" if name else "")
         )
-    for option in set(more or ()) & set(_WITHOUT):
+    for option in set(more) & set(_WITHOUT):
         for key in _WITHOUT[option]:
             given.pop(key, None)
-    command = COMMANDS[name].load(name)
+    command = COMMANDS[name].load()
     places = [one.name for one in command.params if one.param_type_name == "argument"]
     words = [str(given.pop(place)) for place in places if place in given]
     for key, value in given.items():
         for one in value if isinstance(value, list) else [value]:
             if one is not None and one is not False:
                 words += [f"--{key}"] if one is True else [f"--{key}", str(one)]
-    with command.make_context(f"ompq {name}", [*words, *(more or [])]) as context:
+    with command.make_context(f"ompq {name}", [*words, *more]) as context:
         command.invoke(context)
 
 
@@ -82,7 +59,21 @@ def _config(file: Path) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"{file} is not {kind}: {error}") from error
     if not isinstance(given, dict):
         raise ValueError(f"{file} must hold options by name, like command: quantize")
+    _check_values(file, given)
     return kind, given
+
+
+def _check_values(file: Path, given: Mapping[str, Any]) -> None:
+    """Raise a ValueError for a value that no option has."""
+    for key, value in given.items():
+        for one in value if isinstance(value, list) else [value]:
+            if key != "command" and not isinstance(
+                one, str | int | float | date | NoneType
+            ):
+                raise ValueError(
+                    f"{file}: {key} must be a text, a number, true or false, or a list "
+                    f"of these, not {type(one).__name__}"
+                )
 
 
 def _parse_yaml(yaml: Any, text: str) -> Any:

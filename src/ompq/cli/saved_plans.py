@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import log
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,19 +15,12 @@ from ompq.amounts import counted, digits, in_bytes
 from ompq.budgets import Budget
 from ompq.cli.console import Column, Console, Shown, View
 from ompq.cli.options import (
-    BudgetOption,
-    PlanFile,
-    argument,
     check_writable,
-    number,
-    one_of,
-    option,
-    output_path,
 )
 from ompq.cli.views import cost_columns, plan_view, top1_text
 from ompq.cost_tables import FILES
 from ompq.errors import PlanError, shortened
-from ompq.evaluation import Evaluation
+from ompq.evaluation_result import Evaluation
 from ompq.files import PLAN, RESULT
 from ompq.network.units import Choice, select
 from ompq.packed.embedded_graph import unpack as unpack_file
@@ -46,20 +39,13 @@ _COSTS = {
 }
 
 
-def replan(
-    file: PlanFile,
+def run_replan(
+    file: Path,
     console: Console,
-    budget: BudgetOption,
-    target: Path | None = output_path("Save the plan."),
+    budget: str,
+    target: Path | None,
 ) -> View:
-    """Solve a saved plan for another budget, without the network.
-
-    Examples:
-      ompq replan plan.json --budget 3.5MiB
-      ompq replan plan.json --budget 3.2bits,75GBOPs -o smaller.json
-
-    Choices, pins and score stay as they were when the plan was made.
-    """
+    """Solve a saved plan for another budget, without the network."""
     check_writable(target)
     limits = Budget.of(budget)
     with console.stage("reading the plan"):
@@ -71,22 +57,11 @@ def replan(
     return plan_view(plan, {"from": str(file)}, console.stages.seconds, target)
 
 
-def explain(
-    file: PlanFile,
-    unit: Annotated[
-        str, argument("UNIT", "A layer's name, a glob, re:REGEX, @first or @last.")
-    ],
+def run_explain(
+    file: Path,
+    unit: str,
 ) -> View:
-    """Explain why a layer got its bits.
-
-    Examples:
-      ompq explain plan.json layer1.0.conv1
-      ompq explain plan.json @last
-      ompq explain plan.json 'layer4.*' --json
-
-    Shows the damage and cost of every choice, what one more byte would gain, and the
-    swap with another layer that came closest to being better.
-    """
+    """Explain why a layer got its bits."""
     plan = Plan.load(file)
     explanations = [plan.explain(name) for name in select(plan.graph.names, unit)]
     data = [asdict(one, dict_factory=_plain_fields) for one in explanations]
@@ -100,21 +75,13 @@ def _plain_fields(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return {k: str(v) if isinstance(v, Choice) else v for k, v in items if k != "text"}
 
 
-def pareto(
-    file: PlanFile,
+def run_pareto(
+    file: Path,
     console: Console,
-    points: int = number("Number of sizes.", default=20, least=2),
-    cost: str = one_of(_COSTS, "the cost to limit. Default: bytes.", default="bytes"),
+    points: int,
+    cost: str,
 ) -> View:
-    """Show the trade-off between size and damage.
-
-    Examples:
-      ompq pareto plan.json
-      ompq pareto plan.json --points 100 --json
-      ompq pareto plan.json --cost bit_ops
-
-    Every row is solved from the saved plan, and its size can be used as a budget.
-    """
+    """Show the trade-off between size and damage."""
     plan = Plan.load(file)
     if cost not in plan.problem.costs:
         raise PlanError(
@@ -166,25 +133,12 @@ def _bar(damage: float, low: float, high: float) -> str:
     return "▬" * (1 + round(19 * fraction))
 
 
-def compare(
-    sources: Annotated[
-        list[Path], argument("PLAN", "Two or more plans, or folders of ompq quantize.")
-    ],
+def run_compare(
+    sources: list[Path],
     console: Console,
-    page: Path | None = output_path(
-        "Write a report of the first plan, compared with the others."
-    ),
+    page: Path | None,
 ) -> View:
-    """Compare plans or results: size, damage, accuracy, bits that differ.
-
-    Examples:
-      ompq compare plan.json smaller.json
-      ompq compare out-4MiB/ out-3MiB/ -o both.html
-      ompq compare a.json b.json c.json --json
-
-    A folder of ompq quantize adds the accuracy measured there. The damage of each plan
-    is shown by every plan's score, since scores may disagree on which plan is better.
-    """
+    """Compare plans or results: size, damage, accuracy, bits that differ."""
     if len(sources) < 2:
         raise ValueError("compare needs two or more plans; one was given")
     check_writable(page)
@@ -280,16 +234,29 @@ def _totals_columns(entries: Sequence[Entry]) -> list[Column]:
         Column("bits", [f"{plan.totals['average_bits']:.3f}" for plan in plans]),
         Column("BOPs", [counted(plan.totals["bit_ops"]) for plan in plans], rank=2),
     ]
-    for place, judge in enumerate(entries, 1):
-        damages = [entry.damage_by(judge) for entry in entries]
-        cells = ["-" if one is None else digits(one) for one in damages]
-        columns.append(Column(f"damage by {place}", cells, rank=1))
+    columns += _damage_columns(entries)
     if any(entry.evaluation for entry in entries):
         top1 = [one.evaluation and top1_text(one.evaluation) for one in entries]
         columns.append(Column("top-1", [text or "-" for text in top1]))
         cells = [_against(entry, entries[0]) for entry in entries]
         columns.append(Column("against 1 (± standard error)", cells, rank=4))
     return columns
+
+
+def _damage_columns(entries: Sequence[Entry]) -> list[Column]:
+    """Return the damage by the score of each plan; equal columns are shown once."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for place, judge in enumerate(entries, 1):
+        damages = [entry.damage_by(judge) for entry in entries]
+        cells = tuple("-" if one is None else digits(one) for one in damages)
+        found.setdefault(cells, []).append(str(place))
+    if len(found) == 1:
+        [cells] = found
+        return [Column("damage", cells, rank=1)]
+    return [
+        Column(f"damage by {' and '.join(places)}", cells, rank=1)
+        for cells, places in found.items()
+    ]
 
 
 def _bits_columns(
@@ -343,27 +310,15 @@ def _against(entry: Entry, first: Entry) -> str:
     return f"{-100 * drop:+.2f} ± {100 * error:.2f}"
 
 
-def report(
-    file: PlanFile,
+def run_report(
+    file: Path,
     console: Console,
-    page: Path | None = output_path("The HTML file to write."),
-    figures: Path | None = option(
-        "DIR", "Also draw bits, ORM and accuracies, as SVG and PNG."
-    ),
-    results: Path | None = option(
-        "FILE", "A result.json of ompq quantize, for accuracy, errors and times."
-    ),
-    title: str | None = option("TEXT", "Heading of the page."),
+    page: Path | None,
+    figures: Path | None,
+    results: Path | None,
+    title: str | None,
 ) -> View:
-    """Write a plan as one HTML page that works offline.
-
-    Examples:
-      ompq report plan.json -o net.html
-      ompq report out/plan.json --results out/result.json -o net.html
-      ompq report plan.json --figures figures/
-
-    A slider on the page shows what other budgets would give.
-    """
+    """Write a plan as one HTML page that works offline."""
     from ompq.report.figures import write_figures
     from ompq.report.page import write_report
 
@@ -397,20 +352,11 @@ def read_sections(path: Path) -> list[Section]:
         ) from error
 
 
-def unpack(
-    file: Annotated[Path, argument("FILE", "A packed network that carries its graph.")],
-    target: Path | None = output_path("The ONNX file. Default: FILE as .onnx."),
+def run_unpack(
+    file: Path,
+    target: Path | None,
 ) -> View:
-    """Write the ONNX file inside a packed network, without PyTorch.
-
-    Examples:
-      ompq unpack net.ompq.safetensors
-      ompq unpack net.ompq.safetensors -o net.onnx
-
-    ompq export OUT --format packed --with-graph -o FILE writes such a packed file. The
-    result equals the ONNX file that ompq export verified, byte for byte. Only the
-    packed file is small: in the ONNX file and in memory, a coded weight takes a byte.
-    """
+    """Write the ONNX file inside a packed network, without PyTorch."""
     target = target or file.with_name(f"{file.name.partition('.')[0]}.onnx")
     check_writable(target)
     size, packed = unpack_file(file, target), file.stat().st_size

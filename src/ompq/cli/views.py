@@ -11,7 +11,7 @@ from ompq.amounts import counted, digits, in_bytes, seconds as duration
 from ompq.cli.console import Column, Shown, View, facts
 from ompq.cost_tables import PURPOSES, readable
 from ompq.errors import shortened
-from ompq.evaluation import Evaluation
+from ompq.evaluation_result import Evaluation
 from ompq.network.units import Skipped
 from ompq.plans import Plan, refinement_summary, unit_rows
 
@@ -68,10 +68,10 @@ def quality_rows(result: Evaluation | None) -> list[tuple[str, str]]:
     """Return the accuracy of a network, next to the float one's if it was measured."""
     if result is None:
         return []
-    images = f"{result.count:,} {'images' if result.top1 is not None else 'inputs'}"
+    samples = f"{result.count:,} samples"
     rows = []
     if result.top1 is not None:
-        rows.append(("top-1", f"{top1_text(result)} of {images} (95 % interval)"))
+        rows.append(("top-1", f"{top1_text(result)} of {samples} (95 % interval)"))
     if result.top5 is not None:
         rows.append(("top-5", f"{100 * result.top5:.2f} %"))
     if result.top1 is not None and result.drop is not None:
@@ -82,9 +82,9 @@ def quality_rows(result: Evaluation | None) -> list[tuple[str, str]]:
     for name, value in result.metrics.items():
         reference = result.reference_metrics.get(name)
         compared = "" if reference is None else f", float {digits(reference, 5)}"
-        rows.append((name, f"{digits(value, 5)}{compared}, on {images}"))
+        rows.append((name, f"{digits(value, 5)}{compared}, on {samples}"))
     if result.likeness:
-        rows.append(("as float", f"{result.likeness}, on {images}"))
+        rows.append(("as float", f"{result.likeness}, on {samples}"))
     if result.top1 is None and not result.metrics and result.output == "classes":
         rows.append(("accuracy", "not measured: give class labels, or --metric"))
     return rows
@@ -179,7 +179,7 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
     rows = [
         ("budget", "; ".join(used(plan))),
         (
-            "size",
+            "packed",
             f"{in_bytes(sums['bytes'])}, {compared} than float ({in_bytes(reference)})",
         ),
         ("", ", ".join(items)),

@@ -124,7 +124,7 @@ class Data:
         if count > self.length:
             raise DataError(
                 f"{self.name}: asked for {count} samples, found {self.length}; "
-                "ask for fewer (--samples, --limit) or add some"
+                "ask for fewer or add some"
             )
         generator = torch.Generator().manual_seed(self.seed)
         shuffled = torch.randperm(self.length, generator=generator).tolist()
@@ -168,7 +168,7 @@ class Data:
             if self.skip_unreadable:
                 return error
             raise DataError(
-                f"{error}. Remove it, or skip what cannot be read (--skip-unreadable)"
+                f"{error}. Remove it, or skip what cannot be read (skip_unreadable)"
             ) from error
 
     def stack(self, inputs: Sequence[Any]) -> Any:
@@ -298,7 +298,7 @@ def _from_text(path: Path, model: NamedModel) -> Data:
     if len(ids) < length:
         raise DataError(
             f"{path} has {len(ids)} tokens, too few for one input of {length}; give a "
-            "longer text or a smaller --input-shape"
+            "longer text or a smaller input shape"
         )
     rows = ids[: len(ids) // length * length].reshape(-1, length)
     return Data(str(path), model, len(rows), lambda at: (rows[at], rows[at]))
@@ -322,7 +322,7 @@ def _class_problem(images: ImageFiles, model: NamedModel) -> str | None:
 
 
 def _random(model: NamedModel, seed: int) -> Data:
-    _LOG.warning("--data random is noise with random labels: the results mean nothing")
+    _LOG.warning("the data is noise with random labels: the results mean nothing")
     generator = torch.Generator().manual_seed(seed)
     if model.vocabulary:
         shape = _RANDOM_LENGTH, *model.input_shape
@@ -352,7 +352,7 @@ def _distilled(model: NamedModel, seed: int) -> Data:
     def read(position: int) -> Item:
         return make(position + 1, None)[position], -1
 
-    problem = "distilled images have no labels; give labelled ones (--eval-data)"
+    problem = "distilled images have no labels; give labelled data"
     return Data(
         "distilled",
         model,

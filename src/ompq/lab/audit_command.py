@@ -1,7 +1,7 @@
 """ompq audit: how well each score chooses bits, on the command line."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import rmtree
 
@@ -9,6 +9,21 @@ from ompq.allocation.problem import Allocation
 from ompq.amounts import digits, in_bytes
 from ompq.budgets import Budget
 from ompq.cli.console import Column, Console, View, facts
+from ompq.cli.loading import (
+    find_data,
+    labelled_batches,
+    load_network,
+    read_samples,
+    unknown_score,
+    user_metrics,
+    with_orm_options,
+)
+from ompq.cli.option_groups import (
+    CacheOptions,
+    PlanOptions,
+    SourceOptions,
+    metric_option,
+)
 from ompq.cli.options import (
     BudgetOption,
     check_needed,
@@ -18,15 +33,7 @@ from ompq.cli.options import (
     number,
     option,
     output_path,
-)
-from ompq.cli.settings import (
-    CacheOptions,
-    PlanOptions,
-    SourceOptions,
-    metric_option,
-    read_samples,
-    unknown_score,
-    user_metrics,
+    snake,
 )
 from ompq.files import REPORT
 from ompq.lab.audits import Audit, AuditConfig, Measured, audit as measure_scores
@@ -78,15 +85,16 @@ class AuditOptions:
 
     def config(self, planning: PlanOptions, seed: int) -> AuditConfig:
         """Return the settings of an audit."""
-        names = tuple(SCORES) if self.scores == "all" else self.scores.split(",")
+        names = list(SCORES) if self.scores == "all" else self.scores.split(",")
+        names = [*map(snake, names)]
         for name in names:
             if name not in SCORES:
                 raise ValueError(f"--scores {self.scores}: {unknown_score(name)}")
         return AuditConfig(
             allocations=self.allocations,
             iterations=self.reconstruct,
-            scores=planning.with_settings(names, "--scores"),
-            plan=planning.config(),
+            scores=with_orm_options(names, planning, "--scores"),
+            plan=replace(planning.config(), orm=None),
             metrics=user_metrics(self.metric),
             seed=seed,
         )
@@ -122,7 +130,7 @@ def audit(
     Examples:
       ompq audit cifar:resnet20 --weights r20.safetensors --data cifar10/ \
         --budget 15% -o audit/
-      ompq audit ompq:demo --data digits --budget 3bits --scores orm,weight_noise
+      ompq audit ompq:demo --data digits --budget 3bits --scores orm,weight-noise
       ompq audit torchvision:resnet18 --data train/ --eval-data val/ \
         --limit 1000 --budget 4.0MiB --reconstruct 100 -o audit/
       ompq audit timm:resnet18 --data train/ --budget 4.0MiB --plan published.json
@@ -136,9 +144,9 @@ def audit(
     limits, config = Budget.of(budget), options.config(planning, sources.seed)
     kept, others = options.unfinished(), options.others()
     cache = caching.folder(kept)
-    model = sources.load(console)
-    inputs = sources.inputs(model)
-    batches = sources.labelled(options.eval_data, model, options.limit)
+    model = load_network(sources, console)
+    inputs = find_data(sources, model)
+    batches = labelled_batches(sources, options.eval_data, model, options.limit)
     count = options.samples + options.held_out
     read = read_samples(inputs, count, console)
     samples, held_out = read[: options.samples], read[options.samples :]

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from ompq.bit_widths import FLOAT_BITS
 from ompq.cli.console import Column, Console, View, say
+from ompq.cli.loading import load_network, read_samples
+from ompq.cli.option_groups import NetworkOptions
 from ompq.cli.options import (
     argument,
     check_writable,
@@ -27,7 +29,6 @@ from ompq.cli.options import (
     option,
     output_path,
 )
-from ompq.cli.settings import NetworkOptions, read_samples
 from ompq.configs import (
     PLAN_PROTOCOLS,
     QUANTIZE_PROTOCOLS,
@@ -558,7 +559,7 @@ def reproduce(
     options = NetworkOptions(
         network=network or experiment.network, weights=weights, device=device
     )
-    model = options.load(console)
+    model = load_network(options, console)
     inputs = load_data(data, model, split="train", seed=seed)
     held_out = load_data(eval_data or data, model, split="test", seed=seed)
     count = samples or min(CALIBRATION_SAMPLES, len(inputs))

@@ -40,7 +40,7 @@ _TRANSFORM_OPTIONS = {
     "init_weights": False,
     "transform_input": True,
 }
-INSTEAD = "Pass --weights FILE or --weights none"
+INSTEAD = "Give a file of weights, or none for random ones"
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,7 @@ def load_model(name: str, weights: str | os.PathLike[str] | None = None) -> Name
         torch.default_generator.manual_seed(0)
         model = _build(name, pretrained=weights is None)
     if weights == "none":
-        _LOG.warning(
-            "%s has random weights (--weights none): the results mean nothing", name
-        )
+        _LOG.warning("%s has random weights: the results mean nothing", name)
         model = replace(model, weights="none (random)")
     elif weights is not None:
         load_weights(model.module, Path(weights), name)
@@ -125,8 +123,8 @@ def output_count(model: NamedModel) -> int:
     except Exception as error:
         raise ModelError(
             f"{model.name} does not take an input of shape {model.input_shape}: "
-            f"{reason(error)}. Give --input-shape, set preprocessing['input_shape'] on "
-            "the network, or give its own data: --data FILE.py:FUNCTION"
+            f"{reason(error)}. Give another input shape, set "
+            "preprocessing['input_shape'] on the network, or give data of its own"
         ) from error
 
 
@@ -161,7 +159,7 @@ def _hint(name: str) -> str:
     if name.endswith(".py"):
         return f", here {name}:FUNCTION, where FUNCTION returns the network"
     packed = name.endswith((".safetensors", ".onnx")) or (name and Path(name).is_dir())
-    return "; ompq evaluate NETWORK --packed FILE reads packed files" if packed else ""
+    return "; ompq.load reads packed files, and so does ompq evaluate" if packed else ""
 
 
 def _from_package(name: str, *, pretrained: bool) -> NamedModel:

@@ -24,7 +24,7 @@ from ompq.network.units import Choice, LayerGraph, Skipped, Unit, by_bits
 from ompq.plans import Plan
 from ompq.quantization.activation_sites import ActivationSite, Link
 from ompq.quantization.equalization import Equalized
-from ompq.scores.table import ScoreTable
+from ompq.score_tables import ScoreTable
 from ompq.tabular import data_frame, html_table
 
 

@@ -9,6 +9,7 @@ from ompq.configs import OrmSettings
 from ompq.parallel import from_main
 from ompq.registry import Names
 from ompq.samples import locked
+from ompq.score_tables import ScoreTable
 from ompq.scores.orthogonality import Orm, OrmDistortion
 from ompq.scores.output_divergence import OutputDivergence
 from ompq.scores.sensitivity import Sensitivity
@@ -16,7 +17,6 @@ from ompq.scores.table import (
     Random,
     Score,
     ScoreInputs,
-    ScoreTable,
     SmallestFirst,
     cached_table,
     compute_table,
@@ -50,6 +50,8 @@ def named_score(name: str) -> Score:
 def with_orm_settings(score: Score | str, settings: OrmSettings) -> Score:
     """Return a score that measures ORM, with other settings of it.
 
+    What differs from the defaults replaces the score's own settings.
+
     Raises:
         ValueError: The score does not measure ORM.
     """
@@ -59,7 +61,10 @@ def with_orm_settings(score: Score | str, settings: OrmSettings) -> Score:
             f"settings of ORM are for scores that measure it, orm or orm_distortion, "
             f"not {score_name(found)}"
         )
-    return cast(Score, replace(cast(Any, found), settings=settings))
+    usual = OrmSettings()
+    given = {k: v for k, v in vars(settings).items() if v != getattr(usual, k)}
+    own = replace(found.settings, **given)  # type: ignore[attr-defined]
+    return cast(Score, replace(cast(Any, found), settings=own))
 
 
 def score_name(score: Score | str) -> str:

@@ -14,7 +14,8 @@ from ompq.network.observation import with_first_tensor
 from ompq.network.units import Unit
 from ompq.parallel import share_out
 from ompq.samples import Batch, batch_length, evaluating, model_device, to_device
-from ompq.scores.table import Needs, ScoreInputs, ScoreTable
+from ompq.score_tables import ScoreTable
+from ompq.scores.table import Needs, ScoreInputs
 from ompq.scores.weight_noise import (
     called_module,
     output_with,

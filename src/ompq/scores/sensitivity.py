@@ -34,6 +34,7 @@ from ompq.samples import (
     model_device,
     to_device,
 )
+from ompq.score_tables import ScoreTable
 from ompq.scores.orthogonality import (
     ORM_BATCH,
     Grams,
@@ -41,7 +42,7 @@ from ompq.scores.orthogonality import (
     measure_orm,
     sample_rows,
 )
-from ompq.scores.table import Needs, ScoreInputs, ScoreTable
+from ompq.scores.table import Needs, ScoreInputs
 from ompq.scores.weight_noise import (
     QuickRounding,
     noise_ratios,

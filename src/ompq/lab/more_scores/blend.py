@@ -7,8 +7,9 @@ from typing import ClassVar
 import numpy as np
 
 from ompq.network.units import Choice, Table, by_bits
+from ompq.score_tables import ScoreTable
 from ompq.scores.output_divergence import OutputDivergence
-from ompq.scores.table import Needs, ScoreInputs, ScoreTable
+from ompq.scores.table import Needs, ScoreInputs
 from ompq.scores.weight_noise import noise_table
 
 

@@ -23,8 +23,9 @@ from ompq.samples import (
     model_device,
     to_device,
 )
+from ompq.score_tables import ScoreTable
 from ompq.scores.sensitivity import differentiating
-from ompq.scores.table import Needs, ScoreInputs, ScoreTable
+from ompq.scores.table import Needs, ScoreInputs
 from ompq.scores.weight_noise import (
     check_weights_only,
     output_with,

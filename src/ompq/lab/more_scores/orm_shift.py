@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ompq.network.observation import copied
 from ompq.network.units import Unit
+from ompq.score_tables import ScoreTable
 from ompq.scores.orthogonality import measure_orm
-from ompq.scores.table import Needs, ScoreInputs, ScoreTable
+from ompq.scores.table import Needs, ScoreInputs
 from ompq.scores.weight_noise import check_weights_only, weight_table
 
 

@@ -291,7 +291,7 @@ def _written(
         raise ExportError(
             f"PyTorch cannot write the network as ONNX: {reason}. A network whose "
             "path depends on values, such as a detector, can be exported by the part "
-            "that takes a batch; --debug shows PyTorch's whole report"
+            "that takes a batch; the cause of this error is PyTorch's whole report"
         ) from error
     written = program.model_proto
     _strip(written)
