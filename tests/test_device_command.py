@@ -40,7 +40,7 @@ def files(tmp_path_factory):
     final = ompq.finalize(ompq.quantize(model, {"*": 4}, images()), images())
     packed, onnx, both = (folder / name for name in ("net", "net.onnx", "both"))
     ompq.save(final, packed, network="net.py:make")
-    ompq.export_onnx(final, onnx, images())
+    ompq.export(final, onnx, images())
     ompq.add_onnx(packed, onnx, both)
     return both, onnx
 

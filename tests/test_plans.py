@@ -298,3 +298,12 @@ def test_what_is_no_network_is_named(plan, verb):
     words = "model is of type NamedModel, not a network; give its module"
     with pytest.raises(TypeError, match=words):
         verb(ompq.load_model("ompq:demo"), plan)
+
+
+def test_errors_of_plans_hold_no_characters_that_control_a_terminal(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    data = json.loads((tmp_path / "plan.json").read_text())
+    data["graph"]["units"][0]["\u202e\x1b[2J"] = 1
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(PlanError, match=r"Unit has no field \\u202e\\x1b\[2J. Undo"):
+        ompq.Plan.load(tmp_path / "plan.json")

@@ -36,7 +36,7 @@ from ompq.costs import (
     unit_bytes,
 )
 from ompq.errors import OmpqError, PlanError, check_known, shortened
-from ompq.files import library_version, write_text
+from ompq.files import library_version, shown, write_text
 from ompq.network.units import (
     Choice,
     LayerGraph,
@@ -325,7 +325,8 @@ class Plan:
         except (KeyError, ValueError, OmpqError) as error:
             what = f"{error} is missing" if isinstance(error, KeyError) else error
             raise PlanError(
-                f"{path} is a damaged plan: {what}. Undo your edits or plan again"
+                f"{path} is a damaged plan: {shown(str(what))}. Undo your edits or "
+                "plan again"
             ) from error
 
     def meets_budget(self, bits: Mapping[str, Choice] | None = None) -> bool:

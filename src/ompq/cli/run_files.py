@@ -12,7 +12,7 @@ from ompq.cli.command_registry import COMMANDS
 from ompq.errors import MissingExtraError
 from ompq.schema import read_limited
 
-_LARGEST = 1 << 16  # bytes of a file
+_LARGEST, _DEEPEST = 1 << 16, 16  # bytes of a file, and values inside values
 
 # Option after the file → the file's options that it makes void.
 _WITHOUT = {"--no-reconstruct": ("iterations", "merge-blocks", "tune-epochs")}
@@ -77,7 +77,18 @@ def _check_values(file: Path, given: Mapping[str, Any]) -> None:
 
 
 def _parse_yaml(yaml: Any, text: str) -> Any:
-    """Parse YAML without aliases, which can stand for any amount of data."""
-    if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-        raise ValueError("it holds an alias (*name); write the value out")
+    """Parse YAML that is small whatever it stands for.
+
+    Aliases can stand for any amount of data, and PyYAML takes minutes for a few
+    thousand nested brackets.
+    """
+    depth = 0
+    for token in yaml.scan(text):
+        if isinstance(token, yaml.AliasToken):
+            raise ValueError("it holds an alias (*name); write the value out")
+        name = type(token).__name__
+        depth += name.endswith(("SequenceStartToken", "MappingStartToken"))
+        depth -= name.endswith("EndToken") and not name.startswith(("Stream", "Docum"))
+        if depth > _DEEPEST:
+            raise ValueError(f"it is nested more than {_DEEPEST} deep")
     return yaml.safe_load(text)
