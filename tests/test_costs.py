@@ -304,8 +304,8 @@ def test_a_limit_on_an_unknown_cost_says_what_to_do():
     known = {name: COSTS[name] for name in ("bytes", "bit_ops")}
     with pytest.raises(
         BudgetError,
-        match="latency_ms=5 limits milliseconds, which are "
-        "not known here; give a latency table",
+        match="latency_ms=5: this plan has no cost 'milliseconds'; "
+        "give a latency table",
     ):
         Budget(latency_ms=5).limits(known)
     with pytest.raises(

@@ -88,7 +88,7 @@ def test_the_result_holds_accuracy_errors_and_times(finished):
     float_top1 = data["evaluation"]["top1"] + data["evaluation"]["drop"]
     assert f"top-1 {100 * float_top1:.2f} %" in result.stdout
     assert "of 3 improved" in result.stdout
-    assert "--data random: the results mean nothing" in result.stdout
+    assert "--data random: only the sizes are valid, not the results" in result.stdout
 
 
 def test_the_float_accuracy_is_that_of_evaluate(net, finished):
@@ -259,7 +259,7 @@ def test_evaluate_tells_top1_with_its_interval(net):
     low, high = expected.interval
     text = f"{100 * expected.top1:.2f} % ({100 * low:.2f} to {100 * high:.2f})"
     assert f"top-1    {text} of 50 samples" in result.stdout
-    assert "--data random: the numbers mean nothing" in result.stdout
+    assert "--data random: only the sizes are valid, not the numbers" in result.stdout
     quiet = run("evaluate", *net, "--limit", "50", "--quiet")
     assert quiet.stdout == f"top-1 {text} of 50 samples (95 % interval)\n"
 

@@ -276,4 +276,4 @@ def _missing(name: str, value: float, cost_name: str, costs: Mapping[str, Cost])
         advice = "give a latency table, measured on your device"
     elif cost_name.endswith("_bytes"):
         advice = "plan again with such a budget: it needs the network"
-    return f"{name}={value:g} limits {cost_name}, which are not known here; {advice}"
+    return f"{name}={value:g}: this plan has no cost {cost_name!r}; {advice}"

@@ -247,7 +247,7 @@ def read_tensors(
     """Return the header and the tensors of a file that :func:`write_tensors` wrote.
 
     The header's ``format`` must be one of ``kinds``, which are listed newest first. As
-    in :func:`read_json`, the message of a ValueError is meant to follow a colon.
+    in :func:`read_json`, error messages are fragments; callers add the path.
     """
     return _read(path, kinds, "pt")
 

@@ -15,7 +15,7 @@ _Record = TypeVar("_Record")  # a dataclass
 
 
 def read_json(path: str | Path) -> Any:
-    """Read a JSON file; the message of a ValueError is meant to follow a colon."""
+    """Read a JSON file; error messages are fragments to which callers add the path."""
     try:
         return parse_json(read_limited(Path(path)).decode("utf-8-sig"))
     except FileNotFoundError as error:

@@ -190,10 +190,10 @@ def _lines(found: Explanation, current: Option, costs: Mapping[str, Cost]) -> li
         lines.append(f"Next worse: {_difference(found.worse, current, costs)}.")
     if found.exchange:
         e = found.exchange
-        verdict = "refused" if e.damage >= 0 else "that would help"
+        verdict = "no gain" if e.damage >= 0 else "a gain"
         lines.append(
-            f"Exchange {verdict}: {e.choice} here and {e.after} instead of {e.before} "
-            f"for {e.unit}: damage {e.damage:+.4g}."
+            f"Best exchange: {e.choice} here, {e.after} instead of {e.before} "
+            f"for {e.unit}: damage {e.damage:+.4g}, {verdict}."
         )
     return lines
 

@@ -99,7 +99,7 @@ def warning(about: Mapping[str, Any], what: str) -> list[Shown]:
     """Return a warning if random weights or random data were used."""
     options = ["--weights none"] if about.get("weights") == "none (random)" else []
     options += ["--data random"] if about.get("data") == "random" else []
-    text = f"{' and '.join(options)}: {what} mean nothing; only sizes are real"
+    text = f"{' and '.join(options)}: only the sizes are valid, not {what}"
     return [Text(text, style="bold yellow")] if options else []
 
 

@@ -322,7 +322,7 @@ def _class_problem(images: ImageFiles, model: NamedModel) -> str | None:
 
 
 def _random(model: NamedModel, seed: int) -> Data:
-    _LOG.warning("the data is noise with random labels: the results mean nothing")
+    _LOG.warning("the data is noise with random labels: only the sizes are valid")
     generator = torch.Generator().manual_seed(seed)
     if model.vocabulary:
         shape = _RANDOM_LENGTH, *model.input_shape

@@ -96,7 +96,7 @@ def load_model(name: str, weights: str | os.PathLike[str] | None = None) -> Name
         torch.default_generator.manual_seed(0)
         model = _build(name, pretrained=weights is None)
     if weights == "none":
-        _LOG.warning("%s has random weights: the results mean nothing", name)
+        _LOG.warning("%s has random weights: only the sizes are valid", name)
         model = replace(model, weights="none (random)")
     elif weights is not None:
         load_weights(model.module, Path(weights), name)

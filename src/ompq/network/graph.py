@@ -400,7 +400,7 @@ def _check_weights(modules: Mapping[str, nn.Module], recording: Recording) -> No
 def _placed(
     modules: Mapping[str, nn.Module], recording: Recording, units: Sequence[Unit]
 ) -> list[Unit]:
-    """Return the units with what the calls around them tell."""
+    """Add norm, activation, block and stage from neighbouring calls."""
     times = Counter(call.name for call in recording.module_calls)
     blocks = find_blocks(modules, recording, [unit.name for unit in units])
     dataflow = call_flow(recording)

@@ -219,7 +219,7 @@ def require_codes(model: Any, network: nn.Module, samples: Samples) -> None:
         if apart > 4 * noise + _CODES_APART:
             raise ExportError(
                 f"the file rounds {name} to codes that differ from the network's by "
-                f"{apart:.3g} on average; the last digits of floats explain "
+                f"{apart:.3g} on average; rounding errors of floating point explain "
                 f"{noise:.3g}. Nothing was written; please report this with the "
                 "network and the version of onnxruntime"
             )

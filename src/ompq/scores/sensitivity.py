@@ -123,7 +123,7 @@ class Sensitivity:
     seed: int = 0
     orm: OrmSettings = OrmSettings(per_function=True)
 
-    summary: ClassVar[str] = "weight_noise × what of it is expected at the output"
+    summary: ClassVar[str] = "weight_noise × its expected effect on the output"
     needs: ClassVar[Needs] = Needs(
         "about three for all units, one for each width", gradients=True, seconds=4.8
     )

@@ -94,11 +94,11 @@ class SmallestFirst:
 
 @dataclass(frozen=True)
 class Random:
-    """Gives each unit a random worth; distortion falls fourfold per bit."""
+    """Gives each unit a random importance; distortion falls fourfold per bit."""
 
     seed: int = 0
 
-    summary: ClassVar[str] = "a random worth for each unit, as a baseline"
+    summary: ClassVar[str] = "random importance, as a baseline"
     needs: ClassVar[Needs] = Needs("none")
 
     def __call__(self, given: ScoreInputs) -> ScoreTable:

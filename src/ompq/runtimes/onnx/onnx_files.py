@@ -222,8 +222,9 @@ def _of_traced(traced: TracedModel, samples: Samples, reason: str) -> _Made:
     tolerance = traced_tolerance(traced.network, samples)
     if tolerance.logits > _WEAK:
         _logger.warning(
-            "the last digits of floats change the network's outputs so much that the "
-            "file is only compared within %.2g of their size; check its accuracy",
+            "rounding errors of floating point change the outputs so much that the "
+            "file could only be verified to within %.2g of their size; check its "
+            "accuracy",
             tolerance.logits,
         )
     return _Made(
