@@ -1,6 +1,7 @@
 """A verb leaves its arguments as it found them: weights, modes, hooks, generators."""
 
 import copy
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 import ompq
-from nets import TinyMobileNet, scenes, seeded
+from nets import TinyMobileNet, TinyResNet, images, scenes, seeded
 
 SAMPLES = scenes(16)
 
@@ -164,3 +165,39 @@ def test_a_generator_is_read_once():
     model = nn.Sequential(nn.Linear(6, 6), nn.TransformerEncoderLayer(6, 2, 8))
     parts = (part for part in torch.randn(4, 3, 6).split(2))
     assert len(ompq.trace(model, parts)) > 4
+
+
+@contextmanager
+def default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def export_path(tmp_path, name):
+    pytest.importorskip("onnxruntime")
+    return tmp_path / f"{name}.onnx"
+
+
+@pytest.mark.parametrize(
+    "setting", [default_dtype, torch.inference_mode, lambda: torch.device("meta")]
+)
+def test_settings_of_the_caller_change_nothing(setting, tmp_path):
+    model, samples = seeded(TinyResNet()), images(8)
+    config = ompq.ReconstructConfig(rounding=ompq.RoundingConfig(iterations=2))
+
+    def results(name):
+        plan = ompq.plan(model, samples, "4bits")
+        quantized = ompq.quantize(model, plan, samples)
+        better = ompq.reconstruct(quantized, model, samples, config)
+        path = export_path(tmp_path, name)
+        ompq.export(better, path, samples)
+        return plan.scores.damage.tolist(), path.read_bytes()
+
+    plain = results("plain")
+    with setting():
+        inside = torch.get_default_dtype(), torch.get_default_device()
+        assert results("set") == plain
+        assert (torch.get_default_dtype(), torch.get_default_device()) == inside

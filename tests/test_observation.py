@@ -288,3 +288,13 @@ def test_a_torchscript_module_counts_as_one_call(compile_):
     quantized = quantize(network, {"*": (8, 8)}, x)
     with torch.no_grad():
         torch.testing.assert_close(quantized(x), network(x), rtol=0.1, atol=0.1)
+
+
+def test_a_pass_computes_under_the_autocast_of_who_resumes_it():
+    layer, found = nn.Linear(3, 2), []
+    one = ForwardPass(lambda: found.append(layer(torch.ones(1, 3)).dtype))
+    for kind in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", kind):
+            one.resume()
+    one.resume()
+    assert found == [torch.bfloat16, torch.float16, torch.float32]

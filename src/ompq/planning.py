@@ -30,7 +30,7 @@ from ompq.network.units import (
 )
 from ompq.plans import Plan, make_problem
 from ompq.progress import Progress, no_progress
-from ompq.samples import Samples, SamplesLike, batch_values
+from ompq.samples import Samples, SamplesLike, batch_values, usual_settings
 from ompq.score_tables import ScoreTable
 from ompq.scores.catalogue import score_name, score_table, with_orm_settings
 from ompq.scores.orthogonality import function_units
@@ -41,6 +41,7 @@ _LOG = logging.getLogger(__name__)
 _SCORING = "scoring the choices"
 
 
+@usual_settings()
 def plan(
     model: nn.Module,
     samples: SamplesLike,

@@ -328,6 +328,26 @@ def _buffers_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
             buffers[key] = buffer
 
 
+@contextmanager
+def usual_settings() -> Iterator[None]:
+    """Compute as PyTorch does by default, whatever the caller has set.
+
+    That is with gradients and version counters (not in inference mode), and with new
+    tensors in float32 on the CPU. What the caller set returns afterwards.
+    """
+    dtype, cpu = torch.get_default_dtype(), torch.device("cpu")
+    try:
+        torch.set_default_dtype(torch.float32)
+        with ExitStack() as stack:
+            if torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(mode=False))
+            if torch.get_default_device() != cpu:
+                stack.enter_context(cpu)
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 def locked(model: nn.Module) -> AbstractContextManager[object]:
     """Return a lock that protects a network's mode and hooks from other threads."""
     with _NEW_LOCK:

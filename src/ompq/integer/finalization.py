@@ -18,7 +18,7 @@ from ompq.network.folding import channel_axis
 from ompq.network.observation import copied
 from ompq.quantization.activation_sites import Link
 from ompq.quantization.record import keep_rates, quantization_of, with_quantization
-from ompq.samples import Samples, SamplesLike
+from ompq.samples import Samples, SamplesLike, usual_settings
 
 INTEGERS = "integers; the integer engine and ONNX compute the same"
 
@@ -37,6 +37,7 @@ _MOST_RESULTS = 1 << 18
 _ROUNDS = 8  # moving one scale may require moving another; usually two rounds suffice
 
 
+@usual_settings()
 def finalize(
     quantized: nn.Module,
     samples: SamplesLike,

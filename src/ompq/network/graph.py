@@ -48,6 +48,7 @@ from ompq.samples import (
     model_device,
     run_batch,
     to_device,
+    usual_settings,
 )
 from ompq.user_functions import reason
 
@@ -59,6 +60,7 @@ _MOST_SHAPES = 16  # of samples that are tried at once
 COUNTER = "num_batches_tracked"  # of batch norms: computes nothing, files may lack it
 
 
+@usual_settings()
 def trace(model: nn.Module, samples: SamplesLike, *, tie: bool = True) -> LayerGraph:
     """Observe one forward pass and return the network's units.
 

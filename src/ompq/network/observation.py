@@ -4,7 +4,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, count
@@ -390,6 +390,17 @@ class _Abandoned(BaseException):
     """Ends a forward pass that is not needed any more."""
 
 
+def _thread_settings() -> list[AbstractContextManager[Any]]:
+    """Return what another thread must enter to compute as this one does now."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    found: list[AbstractContextManager[Any]] = [
+        torch.autocast(kind, torch.get_autocast_dtype(kind)) for kind in kinds
+    ]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found.append(torch.cuda.device(torch.cuda.current_device()))
+    return found
+
+
 class ForwardPass:
     """A forward pass that hooks can pause.
 
@@ -405,6 +416,7 @@ class ForwardPass:
         self._resumed, self._stopped = Semaphore(0), Semaphore(0)
         self._abandoned = False
         self._sent: Any = None
+        self._settings: list[AbstractContextManager[Any]] = []
         self._error: BaseException | None = None
 
     @property
@@ -420,6 +432,7 @@ class ForwardPass:
         """
         if self._thread is None:
             self._abandoned, self._error = False, None
+            self._settings = _thread_settings()
             self._thread = Thread(target=self._work, daemon=True)
             self._thread.start()
         self._sent = answer
@@ -460,7 +473,9 @@ class ForwardPass:
     def _work(self) -> None:
         self._resumed.acquire()
         try:
-            with torch.no_grad():
+            with ExitStack() as stack, torch.no_grad():
+                for each in self._settings:
+                    stack.enter_context(each)
                 self._run()
         except _Abandoned:
             return

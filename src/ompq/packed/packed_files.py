@@ -37,12 +37,14 @@ from ompq.packed.format import (
 from ompq.plans import Plan, check_plan
 from ompq.quantization.assembly import assemble, quantizer_names
 from ompq.quantization.record import Quantization, quantization_of, with_quantization
+from ompq.samples import usual_settings
 
 _logger = logging.getLogger(__name__)
 # Between these scales, scale * (code - zero) rounds back to the same code.
 _SCALES = (1e-36, 1e36)
 
 
+@usual_settings()
 def save(
     quantized: nn.Module,
     path: str | Path,
@@ -96,6 +98,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @_one_thread()
+@usual_settings()
 def load(path: str | Path, model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     """Return the quantized network of a file, in eval mode.
 

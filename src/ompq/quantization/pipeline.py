@@ -32,10 +32,11 @@ from ompq.quantization.given_bits import resolve_choices
 from ompq.quantization.moments import batch_runs, float_moments, restore_moments
 from ompq.quantization.record import Quantization, keep_rates, with_quantization
 from ompq.quantization.weight_grids import ROUNDING, find_weight_grids, weight_grams
-from ompq.samples import Samples, SamplesLike, evaluating, fitting_batch
+from ompq.samples import Samples, SamplesLike, evaluating, fitting_batch, usual_settings
 from ompq.working_memory import release
 
 
+@usual_settings()
 def quantize(
     model: nn.Module,
     plan: Plan | Allocation | Mapping[str, Pin] | str | Path,

@@ -41,11 +41,13 @@ from ompq.samples import (
     evaluating,
     fitting_batch,
     run_batch,
+    usual_settings,
 )
 
 logger = logging.getLogger(__name__)
 
 
+@usual_settings()
 def reconstruct(
     quantized: nn.Module,
     model: nn.Module,

@@ -10,11 +10,12 @@ from ompq.files import library_version
 from ompq.runtimes.export_result import ExportResult
 from ompq.runtimes.litert.litert_files import write_litert
 from ompq.runtimes.onnx.onnx_files import export_onnx
-from ompq.samples import Samples, SamplesLike
+from ompq.samples import Samples, SamplesLike, usual_settings
 
 FORMATS = {".onnx": "onnx", ".tflite": "tflite"}
 
 
+@usual_settings()
 def export(
     quantized: nn.Module,
     path: str | Path,
