@@ -110,7 +110,7 @@ def test_options_of_orm_reach_the_audited_scores():
     wanted = OrmSettings(beta=3.0, centred=True, per_function=True)
     assert distortion.settings == wanted
     with pytest.raises(
-        ValueError, match=r"--beta is for .*, not weight_noise; add --s"
+        ValueError, match="--beta: .* not weight-noise; add --scores orm"
     ):
         AuditOptions(scores="weight_noise").config(PlanOptions(beta=3.0), 0)
 
