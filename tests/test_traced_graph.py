@@ -213,7 +213,7 @@ def test_weak_comparison_is_told(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("ompq.runtimes.verification._LAST_DIGITS", 1.0)
     result = export_onnx(network, tmp_path / "net.onnx", images(8))
     assert result.limit > 0.5
-    assert f"only compared within {result.limit:.2g} of their size" in caplog.text
+    assert f"be verified to within {result.limit:.2g} of their size" in caplog.text
 
 
 @pytest.mark.parametrize("factor", [0.97, 1.03])
@@ -496,3 +496,13 @@ def test_torchscript_modules_are_named(tmp_path):
     samples = images_and_rows()[0]
     with pytest.raises(ExportError, match="^2: PyTorch cannot write TorchScript modu"):
         exported(network.eval(), samples, tmp_path)
+
+
+def test_layers_that_get_no_faster_are_named_at_once(tmp_path, caplog):
+    samples = images_and_rows()[1]
+    network = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 5))
+    exported(seeded(network), samples, tmp_path, pins={"2": (8, 32)})
+    assert "no faster than float: 2; their weights become floats when" in caplog.text
+    caplog.clear()
+    exported(seeded(network), samples, tmp_path)
+    assert "no faster" not in caplog.text

@@ -227,6 +227,13 @@ def _of_traced(traced: TracedModel, samples: Samples, reason: str) -> _Made:
             "accuracy",
             tolerance.logits,
         )
+    if traced.float_layers:
+        _logger.warning(
+            "no faster than float: %s; their weights become floats when the file is "
+            "loaded (%s)",
+            shortened(traced.float_layers),
+            reason,
+        )
     return _Made(
         traced.model,
         traced.weights,

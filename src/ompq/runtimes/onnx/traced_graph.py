@@ -84,6 +84,7 @@ class TracedModel:
     weights: tuple[StoredWeight, ...]
     network: nn.Module  # with its biases rounded as in the file
     floats: Mapping[str, int]  # kind of node that computes with floats → how many
+    float_layers: tuple[str, ...] = ()  # quantized, but multiplied as floats
     length: int = 0  # of the samples, if texts may have any; 0 if their shape is fixed
 
 
@@ -129,7 +130,8 @@ def traced_model(
             state[bias_key(unit)].copy_(graph.biases[unit.name])
     graph.finish()
     floats = dict(graph.floats())
-    return TracedModel(graph.model, tuple(stored), rounded, floats, length)
+    slow = tuple(graph.float_layers)
+    return TracedModel(graph.model, tuple(stored), rounded, floats, slow, length)
 
 
 def float_model(model: nn.Module, samples: SamplesLike, opset: int = 21) -> Any:
@@ -482,6 +484,7 @@ class _Graph:
         self._drop_idle_relus()
         self.places = {n: at for at, one in enumerate(self.nodes) for n in one.output}
         self.dataflow = self._dataflow()
+        self.float_layers: list[str] = []  # whose weights no 8-bit kernel multiplies
         self.multiplied: list[Any] = []  # nodes that 8-bit kernels compute
         self.biases: dict[str, Tensor] = {}  # of units, rounded to whole steps
         self.held: dict[str, list[Any]] = {}  # unit → placeholders of its weight
@@ -571,6 +574,7 @@ class _Graph:
         use = None if grouped else self._use(places)
         weight = None if use is None else self._multiplied(unit, codes, grid, use)
         if weight is None:
+            self.float_layers += [name] * (unit.kind != "embedding")
             make = self._blocks if grouped else self._product
             weight = make(unit, codes, grid)
             for place in places:
