@@ -131,20 +131,20 @@ def test_blocks_refuse_what_they_cannot_hold():
 )
 def test_float_decoders_compute_the_same_in_llama(kind, settings, tmp_path):
     network = decoder(tmp_path, kind, **settings)
-    result = ompq.export_gguf(network, tmp_path / "model.gguf", tokens())
-    assert set(result.types) == {"F32"}
+    result = ompq.export(network, tmp_path / "model.gguf", tokens())
+    assert {one.container for one in result.weights} == {"F32"}
     assert result.limit == 0.05 and result.simulated.logits < 0.03
 
 
 def test_the_file_is_as_large_as_planned_and_computes_the_same(planned, tmp_path):
     _, plan, quantized = planned
     assert str(plan.budget) == "gguf:80KiB"
-    result = ompq.export_gguf(
-        quantized, tmp_path / "m.gguf", tokens(), budget=plan.budget
+    result = ompq.export(
+        quantized, tmp_path / "m.gguf", tokens(), ompq.ExportConfig(budget=plan.budget)
     )
     size = (tmp_path / "m.gguf").stat().st_size
     assert result.bytes == size == plan.totals["gguf_bytes"] <= 80 * 1024
-    assert {"Q4_0", "Q5_0"} & set(result.types)
+    assert {"Q4_0", "Q5_0"} & {one.container for one in result.weights}
     assert result.simulated.logits <= result.limit < 0.5
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
     assert sum(tensor.n_elements for tensor in reader.tensors) == sum(
@@ -162,10 +162,7 @@ def test_every_width_costs_what_the_table_says(tied, tmp_path):
         plan = ompq.plan(network, tokens(), "1MiB", config)
         quantized = ompq.quantize(network, plan, tokens())
         path = tmp_path / f"{bits}.gguf"
-        assert (
-            ompq.export_gguf(quantized, path, tokens()).bytes
-            == plan.totals["gguf_bytes"]
-        )
+        assert ompq.export(quantized, path, tokens()).bytes == plan.totals["gguf_bytes"]
 
 
 def test_feedback_beats_the_nearest_codes(planned, tmp_path):
@@ -200,7 +197,7 @@ def test_feedback_beats_the_nearest_codes(planned, tmp_path):
 )
 def test_llama_splits_text_as_the_tokenizer_does(split, tmp_path):
     own = tokenizer(split)
-    ompq.export_gguf(decoder(tmp_path, splitter=own), tmp_path / "m.gguf", tokens())
+    ompq.export(decoder(tmp_path, splitter=own), tmp_path / "m.gguf", tokens())
     text = "the cats' 98765 logs  'tis 3"
     found = next_tokens(tmp_path / "m.gguf", [text, own(text)["input_ids"]], VOCABULARY)
     assert torch.allclose(found[0], found[1], atol=1e-4)
@@ -217,22 +214,22 @@ def test_other_tokens_or_logits_are_refused(planned, tmp_path, monkeypatch):
         ),
     )
     with pytest.raises(ompq.ExportError, match="splits text into other tokens than"):
-        ompq.export_gguf(quantized, path, tokens())
+        ompq.export(quantized, path, tokens())
     monkeypatch.setattr(gguf_files, "_compare_tokens", lambda *_: None)
     with pytest.raises(ompq.ExportError, match="computes other logits than PyTorch"):
-        ompq.export_gguf(quantized, path, tokens())
+        ompq.export(quantized, path, tokens())
     assert not path.exists()
 
 
 def test_without_llama_the_weights_are_compared(planned, tmp_path, monkeypatch):
     quantized = planned[2]
     monkeypatch.setattr(gguf_files, "has_llama", lambda: False)
-    result = ompq.export_gguf(quantized, tmp_path / "m.gguf", tokens())
-    assert result.simulated is None and result.runtime.startswith("gguf ")
+    result = ompq.export(quantized, tmp_path / "m.gguf", tokens())
+    assert result.simulated.logits == 0 and "weights only" in result.runtime
     read = gguf.dequantize
     monkeypatch.setattr(gguf, "dequantize", lambda data, kind: read(data, kind) * 1.001)
     with pytest.raises(ompq.ExportError, match="holds other values of token_embd.weig"):
-        ompq.export_gguf(quantized, tmp_path / "n.gguf", tokens())
+        ompq.export(quantized, tmp_path / "n.gguf", tokens())
     assert not (tmp_path / "n.gguf").exists()
 
 
@@ -241,26 +238,26 @@ def test_what_cannot_be_written_is_refused(planned, tmp_path):
     path = tmp_path / "m.gguf"
     small = ompq.Budget(gguf_mib=0.01)
     with pytest.raises(ompq.ExportError, match="more than the budget of gguf:"):
-        ompq.export_gguf(quantized, path, tokens(), budget=small)
+        ompq.export(quantized, path, tokens(), ompq.ExportConfig(budget=small))
     by_bytes = ompq.quantize(network, {"*": (4, 32)}, tokens())
     with pytest.raises(
         ompq.ExportError, match="lm_head does not fit Q4_0: the code of"
     ):
-        ompq.export_gguf(by_bytes, path, tokens())
+        ompq.export(by_bytes, path, tokens())
     biased = copy.deepcopy(quantized)
     layer = biased.model.layers[0].mlp.up_proj
     layer.bias = torch.nn.Parameter(torch.zeros(layer.out_features))
     with pytest.raises(ompq.ExportError, match="no place for .*bias; plan with target"):
-        ompq.export_gguf(biased, path, tokens())
+        ompq.export(biased, path, tokens())
     rounded = ompq.quantize(network, {"*": (4, 8)}, tokens())
     with pytest.raises(ompq.ExportError, match="llama.cpp rounds only weights"):
-        ompq.export_gguf(rounded, path, tokens())
+        ompq.export(rounded, path, tokens())
     other = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1)
     )
     other.name_or_path = network.name_or_path
     with pytest.raises(ompq.ExportError, match="GPT2LMHeadModel cannot be written as"):
-        ompq.export_gguf(other, path, tokens())
+        ompq.export(other, path, tokens())
     made = transformers.LlamaForCausalLM(
         network.config.__class__(
             vocab_size=9,
@@ -271,7 +268,7 @@ def test_what_cannot_be_written_is_refused(planned, tmp_path):
         )
     )
     with pytest.raises(ompq.ExportError, match="holds the tokenizer, and none was fou"):
-        ompq.export_gguf(made, path, tokens())
+        ompq.export(made, path, tokens())
     assert not path.exists()
 
 
@@ -307,5 +304,7 @@ def test_learned_rounding_fits_the_same_file(planned, tmp_path):
     network, plan, quantized = planned
     config = ompq.ReconstructConfig(rounding=ompq.RoundingConfig(iterations=3))
     better = ompq.reconstruct(quantized, network, tokens(), config)
-    result = ompq.export_gguf(better, tmp_path / "m.gguf", tokens(), budget=plan.budget)
+    result = ompq.export(
+        better, tmp_path / "m.gguf", tokens(), ompq.ExportConfig(budget=plan.budget)
+    )
     assert result.bytes == plan.totals["gguf_bytes"]

@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from ompq.report.histograms import layer_histograms as layer_histograms
     from ompq.report.page import write_report as write_report
     from ompq.runtimes.exporter import export as export
-    from ompq.runtimes.gguf.gguf_files import export_gguf as export_gguf
     from ompq.samples import Samples as Samples
     from ompq.sections import Accuracy as Accuracy
     from ompq.smallest_network import (

@@ -57,7 +57,7 @@ from ompq.reconstruction.block_loop import reconstruct
 from ompq.refinement import refine
 from ompq.report.histograms import layer_histograms
 from ompq.report.page import write_report
-from ompq.runtimes.gguf.gguf_files import export_gguf
+from ompq.runtimes.gguf.gguf_files import write_gguf
 from ompq.runtimes.onnx.onnx_files import export_onnx
 from ompq.samples import Samples, SamplesLike
 from ompq.schema import json_object, read_json
@@ -447,7 +447,7 @@ class Outcome:
         target, budget = self.plan.target, self.plan.budget
         planned = target is not None and target.file == "gguf"
         if self.samples is not None and (planned or budget.gguf_mib):
-            export_gguf(self.network, folder / GGUF, self.samples, budget=budget)
+            write_gguf(self.network, folder / GGUF, self.samples, budget=budget)
 
     def _size(self, path: Path) -> FileSize:
         plan = self.plan

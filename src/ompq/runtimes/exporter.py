@@ -8,11 +8,12 @@ from ompq.configs import ExportConfig
 from ompq.errors import check_known
 from ompq.files import library_version
 from ompq.runtimes.export_result import ExportResult
+from ompq.runtimes.gguf.gguf_files import write_gguf
 from ompq.runtimes.litert.litert_files import write_litert
 from ompq.runtimes.onnx.onnx_files import export_onnx
 from ompq.samples import Samples, SamplesLike, usual_settings
 
-FORMATS = {".onnx": "onnx", ".tflite": "tflite"}
+FORMATS = {".onnx": "onnx", ".tflite": "tflite", ".gguf": "gguf"}
 
 
 @usual_settings()
@@ -32,14 +33,15 @@ def export(
     Args:
         quantized: From :func:`ompq.quantize`, possibly reconstructed or trained. A copy
             of it is finalized (:func:`ompq.finalize`).
-        path: The file. Its suffix, ``.onnx`` or ``.tflite``, tells the format.
+        path: The file. Its suffix tells the format: ``.onnx``, ``.tflite``, ``.gguf``.
         samples: Inputs to verify outputs and codes with.
-        format: ``onnx`` or ``tflite``, if the suffix is another.
+        format: ``onnx``, ``tflite`` or ``gguf``, if the suffix is another.
 
     Returns:
         The file's size, how each weight is stored, and agreement. An ONNX file may have
         floats where an operation has no integer kernel; LiteRT needs integers
-        throughout. For an input with NaN a file returns numbers, but PyTorch NaN.
+        throughout; llama.cpp has floats between its weights, so its logits are compared
+        within a limit. For an input with NaN a file returns numbers, but PyTorch NaN.
 
     Raises:
         MissingExtraError: The runtime is not installed.
@@ -60,6 +62,8 @@ def export(
             engine_images=config.engine_images,
             float_ends=config.float_ends,
         )
+    if kind == "gguf":
+        return write_gguf(quantized, path, samples, budget=config.budget)
     return export_onnx(
         quantized,
         path,

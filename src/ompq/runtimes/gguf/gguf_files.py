@@ -1,9 +1,8 @@
-"""export_gguf(): a decoder as a file for llama.cpp, run and compared."""
+"""write_gguf(): a decoder as a file for llama.cpp, run and compared."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
@@ -17,6 +16,7 @@ from ompq.budgets import Budget
 from ompq.errors import ExportError
 from ompq.files import replacing
 from ompq.network.observation import tensors_in
+from ompq.runtimes.export_result import ExportResult
 from ompq.runtimes.gguf.gguf_blocks import BLOCK
 from ompq.runtimes.gguf.gguf_metadata import (
     add_hyperparameters,
@@ -32,10 +32,10 @@ from ompq.runtimes.gguf.gguf_tensors import (
     rounded_units,
 )
 from ompq.runtimes.gguf.llama_runtime import has_llama, llama_version, next_tokens
+from ompq.runtimes.onnx.weight_containers import StoredWeight
 from ompq.runtimes.verification import Agreement, compare_outputs
 from ompq.samples import (
     Samples,
-    SamplesLike,
     attached,
     call,
     evaluating,
@@ -52,27 +52,9 @@ _TINY = 1e-30  # so that nothing is divided by 0
 _FILE_TYPES = {FLOAT_BITS: 0, 4: 2, 5: 8, 8: 7}  # what most weights are
 
 
-@dataclass(frozen=True, kw_only=True)
-class GgufResult:
-    """A verified GGUF file."""
-
-    path: Path
-    bytes: int
-    types: Mapping[str, int]  # number of tensors of each type
-    # Agreement of llama.cpp with PyTorch; None if llama.cpp is not installed: then only
-    # the values of the weights were compared.
-    simulated: Agreement | None
-    limit: float  # how much logits were allowed to differ
-    runtime: str  # what it was verified with, for example ``xllamacpp 0.2.0``
-
-
-def export_gguf(
-    network: nn.Module,
-    path: str | Path,
-    samples: SamplesLike,
-    *,
-    budget: Budget | None = None,
-) -> GgufResult:
+def write_gguf(
+    network: nn.Module, path: Path, samples: Samples, *, budget: Budget | None = None
+) -> ExportResult:
     """Write a decoder of transformers for llama.cpp, with its tokenizer.
 
     The weights in the file are compared with the network's, bit by bit, and the file is
@@ -91,23 +73,27 @@ def export_gguf(
     """
     tokenizer = tokenizer_of(network)
     with replacing(path) as temporary:
-        counts = _write(network, temporary, tokenizer)
+        weights = _write(network, temporary, tokenizer)
         size = temporary.stat().st_size
         excess = budget.excess("gguf_bytes", size) if budget is not None else ""
         if excess:
             raise ExportError(excess)
         _compare_weights(network, temporary)
-        found: tuple[Agreement | None, float] = (None, inf)
         if has_llama():
             _compare_tokens(network, temporary, tokenizer)
-            found = _compare_logits(network, temporary, samples)
-    return GgufResult(
-        path=Path(path),
+        agreement, limit = _compare_logits(network, temporary, samples)
+    only = f"gguf {version('gguf')} (weights only: llama.cpp is not installed)"
+    return ExportResult(
+        path=path,
         bytes=size,
-        types=counts,
-        simulated=found[0],
-        limit=found[1],
-        runtime=llama_version() if has_llama() else f"gguf {version('gguf')}",
+        format="gguf",
+        weights=weights,
+        simulated=agreement,
+        engine=None,
+        given=agreement,
+        runtime=llama_version() if has_llama() else only,
+        reason="llama.cpp computes with floats and 8-bit blocks",
+        limit=limit,
     )
 
 
@@ -131,13 +117,14 @@ def open_writer(
         writer.close()
 
 
-def _write(network: nn.Module, path: Path, tokenizer: Any) -> Counter[str]:
-    library, counts, widths = gguf_library(), Counter[str](), Counter[int]()
-    found = []
+def _write(network: nn.Module, path: Path, tokenizer: Any) -> tuple[StoredWeight, ...]:
+    library, widths = gguf_library(), Counter[int]()
+    found, stored = [], []
     for one in named_tensors(network):
-        counts[one.type] += 1
         widths[one.bits] += one.values.numel()
         found.append((one.name, one.type, one.content))
+        size = one.content.nbytes
+        stored.append(StoredWeight(one.name, one.bits, one.type, size))
     bits = most_common_bits(widths)
     with open_writer(network, path, tokenizer, bits) as writer:
         for tensor, kind, content in found:
@@ -146,7 +133,7 @@ def _write(network: nn.Module, path: Path, tokenizer: Any) -> Counter[str]:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
-    return counts
+    return tuple(stored)
 
 
 def _compare_weights(network: nn.Module, path: Path) -> None:
@@ -181,16 +168,20 @@ def _compare_tokens(network: nn.Module, path: Path, tokenizer: Any) -> None:
 
 
 def _compare_logits(
-    network: nn.Module, path: Path, samples: SamplesLike
+    network: nn.Module, path: Path, samples: Samples
 ) -> tuple[Agreement, float]:
     """Compare logits of the file, run by llama.cpp, with those of the network.
+
+    Without llama.cpp the logits are the network's own: the weights are the same.
 
     Returns:
         How closely they agree, and how much they may differ.
     """
     length = min(_TOKENS, decoder_config(network).max_position_embeddings - 1)
-    batch = next(tensors_in(Samples.of(samples).first_batch(_PROMPTS)))[:, :length]
+    batch = next(tensors_in(samples.first_batch(_PROMPTS)))[:, :length]
     logits = _last_logits(network, batch)
+    if not has_llama():
+        return compare_outputs([logits], [logits]), inf
     units = rounded_units(network).values()
     layers = [network.get_submodule(u.name) for u in units if u.kind == "linear"]
     with attached(one.register_forward_pre_hook(_round_inputs) for one in layers):
