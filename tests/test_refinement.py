@@ -12,7 +12,7 @@ import torch
 import ompq
 from cli_tools import network_file, run, run_json
 from nets import Chain, TinyMobileNet, TinyResNet, demo_network, images, scenes, seeded
-from ompq import refinement
+from ompq import refinement, smallest_network
 from ompq.errors import CheckpointError, GoalError, PlanError, SampleError
 from ompq.measurement import Meter
 from ompq.models.builtin_networks import demo_data
@@ -148,7 +148,7 @@ def test_patience_ends_the_search(network, plan):
 
 
 def test_seconds_end_the_search(network, plan):
-    found = ompq.refine(plan, network, images(32), replace(BRIEF, seconds=0.0))
+    found = ompq.refine(plan, network, images(32), replace(BRIEF, seconds=1e-9))
     assert len(found.measured) == 1
 
 
@@ -367,7 +367,7 @@ def test_a_stopped_search_continues_with_the_same_result(
     goal = ompq.Goal(min_agreement=0.6)
     whole = ompq.find_smallest(large_plan, MODEL, SAMPLES, goal, LEARNED)
     assert [one.reconstructed for one in whole.trials] == [False] * 3 + [True] * 2
-    measure, calls = refinement.evaluate, []
+    measure, calls = smallest_network.evaluate, []
 
     def stopped(*args, **settings):
         calls.append(args)
@@ -375,7 +375,7 @@ def test_a_stopped_search_continues_with_the_same_result(
             raise KeyboardInterrupt
         return measure(*args, **settings)
 
-    monkeypatch.setattr(refinement, "evaluate", stopped)
+    monkeypatch.setattr(smallest_network, "evaluate", stopped)
     with pytest.raises(KeyboardInterrupt):
         ompq.find_smallest(large_plan, MODEL, SAMPLES, goal, LEARNED, folder=tmp_path)
     learn, learned = block_loop.learn_rounding, []
@@ -456,7 +456,7 @@ def test_goals_that_cannot_be_met_or_measured(large_plan):
         )
     with pytest.raises(
         GoalError,
-        match=r"max_drop=1 cannot be measured: give class labels .* or a metric",
+        match=r"max_drop=1 cannot be measured: give batches with class labels or a",
     ):
         ompq.find_smallest(large_plan, MODEL, SAMPLES, ompq.Goal(max_drop=1), config)
     one = seeded(Chain(classes=1))
@@ -521,7 +521,7 @@ def test_the_command_line_searches_with_labels(net, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--max-drop", "1"], "--max-drop needs labelled images: give --eval-data"),
+        (["--max-drop", "1"], "--max-drop needs labelled data: give --eval-data"),
         (["--min-agreement", "most"], "--min-agreement most is not a fraction; write"),
         (
             ["--max-divergence", "1", "--budget", "70%"],

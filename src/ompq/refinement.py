@@ -83,8 +83,8 @@ def refine(  # noqa: PLR0913 - the last three are optional
     # A resumed run may have other limits. Scores are compared by name, since the repr
     # of a function changes from run to run.
     names = tuple(map(score_name, config.scores))
-    fixed = replace(config, count=1, seconds=None, patience=1, scores=names)
-    store = Store.of(checkpoint, "refinement", plan.hash, meter.judge, fixed)
+    fixed = replace(config, count=1, seconds=None, patience=1, scores=())
+    store = Store.of(checkpoint, "refinement", plan.hash, meter.judge, names, fixed)
     measure = partial(_measure, meter, Measurements(store, _read))
     chooser = _Chooser(plan, config, _tables(plan, model, calibration, config, cache))
     measured: list[Measurement] = []
