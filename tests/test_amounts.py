@@ -3,13 +3,13 @@
 import pytest
 
 from ompq.amounts import (
-    counted,
     decades,
     digits,
     in_bytes,
     percent,
     seconds,
     short,
+    short_count,
     ticks,
 )
 
@@ -28,7 +28,7 @@ def test_numbers_read_well():
         "1.50 MiB",
         "32.0 TiB",
     ]
-    assert [counted(x) for x in (7, 999, 999.6, 1.5e6, 3e9)] == [
+    assert [short_count(x) for x in (7, 999, 999.6, 1.5e6, 3e9)] == [
         "7",
         "999",
         "1.00k",

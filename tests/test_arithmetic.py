@@ -13,8 +13,8 @@ from ompq.integer.arithmetic import (
     dyadic,
     float_dyadic,
     float_rescaled,
-    padded,
-    rescaled,
+    pad_integers,
+    rescale,
 )
 from ompq.weight_ranges import search_weight
 
@@ -107,7 +107,7 @@ def integers(count, bound, seed=0):
 def test_shifts_round_half_to_even(shift):
     products = torch.cat([torch.arange(-70, 70), integers(200, 1 << 50)])
     for zero_point in (0, 3):
-        found = rescaled(products, torch.tensor(shift), zero_point)
+        found = rescale(products, torch.tensor(shift), zero_point)
         # Python rounds fractions exactly, half to even.
         expected = [round(Fraction(int(p), 2**shift) + zero_point) for p in products]
         assert found.tolist() == expected
@@ -130,7 +130,7 @@ def test_ratios_together_share_a_shift():
 
 def test_a_ratio_beyond_all_codes_saturates():
     found = dyadic(torch.tensor(1e12, dtype=torch.float64))
-    assert rescaled(found.multiplier, found.shift) > 255
+    assert rescale(found.multiplier, found.shift) > 255
 
 
 def test_integers_round_as_float32_arithmetic():
@@ -155,7 +155,7 @@ def test_float_ratios_broadcast():
 
 def test_padding_keeps_the_kind_of_integer():
     codes = torch.ones(1, 2, 2, dtype=torch.uint8)
-    found = padded(codes, ((0, 1), (2, 0)), 7)
+    found = pad_integers(codes, ((0, 1), (2, 0)), 7)
     assert found.tolist() == [[[7, 7, 1, 1], [7, 7, 1, 1], [7, 7, 7, 7]]]
     assert found.dtype == torch.uint8
-    assert padded(codes, ((0, 0), (0, 0))) is codes
+    assert pad_integers(codes, ((0, 0), (0, 0))) is codes

@@ -19,7 +19,12 @@ from ompq.network.units import Choice
 from ompq.quantization.moments import float_moments
 from ompq.quantization.pipeline import quantize
 from ompq.quantization.record import quantization_of
-from ompq.reconstruction.block_data import Arguments, BlockCache, BlockRunner, merged
+from ompq.reconstruction.block_data import (
+    Arguments,
+    BlockCache,
+    BlockRunner,
+    merge_blocks,
+)
 from ompq.reconstruction.block_fisher import (
     channel_fisher,
     fisher_matrix,
@@ -392,7 +397,9 @@ class Stages(nn.Module):
 def test_blocks_merge_where_only_the_next_one_reads_their_output(tap, most, groups):
     model, samples = seeded(Stages(tap=tap)), Samples.of(scenes(4))
     names = list(trace(model, samples).blocks)
-    assert ["+".join(group) for group in merged(model, names, samples, most)] == groups
+    assert [
+        "+".join(group) for group in merge_blocks(model, names, samples, most)
+    ] == groups
 
 
 @pytest.mark.parametrize("network", [Skips, Twice, Pairs])
@@ -400,7 +407,7 @@ def test_blocks_of_other_graphs_stay_apart(network):
     samples = next(s for net, s in GRAPHS.values() if net is network)
     model, samples = seeded(network()), Samples.of(samples)
     names = list(trace(model, samples).blocks)
-    assert merged(model, names, samples, 3) == [(name,) for name in names]
+    assert merge_blocks(model, names, samples, 3) == [(name,) for name in names]
 
 
 def test_merged_blocks_learn_to_give_what_the_last_one_gives():

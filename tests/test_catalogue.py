@@ -23,7 +23,7 @@ from ompq.scores.orthogonality import (
     debiased_products,
     gram_matrix,
     measure_orm,
-    normalised,
+    normalise_products,
 )
 from ompq.scores.output_divergence import OutputDivergence
 from ompq.scores.sensitivity import Sensitivity
@@ -162,7 +162,7 @@ def test_many_batches_estimate_what_one_batch_measures(network, graph, centred):
         features = kept_features(network, graph, samples)
         labels = measure_orm(graph, network, images(4)).labels
         grams = [gram_matrix(features[name]) for name in labels]
-        whole = normalised(debiased_products(grams)).numpy()
+        whole = normalise_products(debiased_products(grams)).numpy()
     else:
         whole = measure_orm(graph, network, samples, settings).matrix
     parts = list(samples.split(32))

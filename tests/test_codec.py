@@ -16,7 +16,7 @@ from ompq.entropy_coding.codec import (
     encode,
     rows_are_alike,
 )
-from ompq.entropy_coding.compressed_bytes import squeezed, with_squeezed
+from ompq.entropy_coding.compressed_bytes import squeeze, with_squeezed
 from ompq.errors import PackedFileError
 
 RANDOM = np.random.default_rng(0)
@@ -273,7 +273,7 @@ def test_numbers_are_compressed_without_loss():
     scales = RANDOM.integers(250, 256, 3000, dtype=np.uint8)
     biases = RANDOM.normal(0, 0.3, 3000).astype("<f2")
     arrays = {"codes": np.arange(5), "halves": biases}
-    given = {"multiples": squeezed(scales), "halves": squeezed(biases)}
+    given = {"multiples": squeeze(scales), "halves": squeeze(biases)}
     assert len(given["multiples"]) < 0.45 * scales.nbytes
     assert len(given["halves"]) < 0.9 * biases.nbytes
     stored = {f"{n}.lzma": np.frombuffer(data, "u1") for n, data in given.items()}
@@ -282,19 +282,19 @@ def test_numbers_are_compressed_without_loss():
     for name, values in {**arrays, "multiples": scales}.items():
         assert found[name].dtype == values.dtype
         assert np.array_equal(found[name], values)
-    assert squeezed(RANDOM.integers(0, 256, 3000, dtype=np.uint8)) is None
-    assert squeezed(scales[:5]) is None
+    assert squeeze(RANDOM.integers(0, 256, 3000, dtype=np.uint8)) is None
+    assert squeeze(scales[:5]) is None
 
 
 def test_damaged_numbers_are_refused(monkeypatch):
-    data = squeezed(RANDOM.normal(0, 0.3, 3000).astype("<f2"))
-    odd = squeezed(np.zeros(333, np.uint8))
+    data = squeeze(RANDOM.normal(0, 0.3, 3000).astype("<f2"))
+    odd = squeeze(np.zeros(333, np.uint8))
     for broken in (data[:-1], data + b"\0", odd):
         with pytest.raises(PackedFileError, match="halves are damaged: they do not"):
             with_squeezed({"halves.lzma": np.frombuffer(broken, "u1")})
     with pytest.raises(PackedFileError, match="halves are damaged: Corrupt input"):
         with_squeezed({"halves.lzma": np.frombuffer(b"\x7f" + data, "u1")})
-    bomb = squeezed(np.zeros(1 << 24, np.uint8))
+    bomb = squeeze(np.zeros(1 << 24, np.uint8))
     monkeypatch.setattr(
         "ompq.entropy_coding.compressed_bytes._LARGEST_SQUEEZED", 1 << 20
     )

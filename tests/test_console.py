@@ -17,9 +17,9 @@ from ompq.cli.console import (
     Console,
     View,
     facts,
-    fitted,
+    fit_table,
     middle_cut,
-    muted,
+    mute_warnings,
     opened,
     plain,
     render,
@@ -150,7 +150,7 @@ def test_warnings_of_the_library_are_told_and_the_log_on_demand(capsys):
     with opened():
         logger.warning("mind %s", "this")
         logger.info("nothing new")
-        with muted():
+        with mute_warnings():
             logger.warning("not this")
     assert capsys.readouterr().err == "warning: mind this\n"
     with opened(debug=True):
@@ -236,14 +236,14 @@ def columns() -> list[Column]:
 
 
 def test_a_wide_table_is_whole():
-    text = "\n".join(rendered(fitted(columns(), 200), 200))
+    text = "\n".join(rendered(fit_table(columns(), 200), 200))
     assert LONG in text
     assert "768×768" in text
 
 
 @pytest.mark.parametrize("width", [40, 50, 60, 70, 80, 90, 100])
 def test_a_table_keeps_to_its_width_without_being_cut_by_the_terminal(width):
-    lines = rendered(fitted(columns(), width), width)
+    lines = rendered(fit_table(columns(), width), width)
     assert max(map(len, lines)) <= width
     assert lines[0].split()[0] == "layer"
     assert lines[0].endswith("bits")
@@ -255,13 +255,15 @@ def test_a_table_keeps_to_its_width_without_being_cut_by_the_terminal(width):
 
 
 def test_columns_go_by_rank():
-    widths = {width: rendered(fitted(columns(), width), 200)[0] for width in (60, 45)}
+    widths = {
+        width: rendered(fit_table(columns(), width), 200)[0] for width in (60, 45)
+    }
     assert "kind" in widths[60] and "shape" in widths[60]
     assert "kind" in widths[45] and "shape" not in widths[45]
 
 
 def test_rich_markup_in_names_is_text():
-    table = fitted([Column("layer", ["[red]x[/red]"], "left")], 40)
+    table = fit_table([Column("layer", ["[red]x[/red]"], "left")], 40)
     assert "[red]x[/red]" in rendered(table, 40)[-1]
     assert "[b]y" in rendered(facts([("name", "[b]y")]), 40)[0]
 

@@ -171,7 +171,7 @@ def test_a_failure_leaves_old_files_as_they_were(made, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(job, "contender", lambda *_: made[0].mixed)  # takes long
-    monkeypatch.setattr(job, "_packed", stop)
+    monkeypatch.setattr(job, "_write_files", stop)
     with pytest.raises(KeyboardInterrupt):
         run_demo(tmp_path, QUICK)
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
@@ -183,7 +183,7 @@ def test_without_onnx_the_rest_is_there_and_it_is_said(made, monkeypatch, caplog
         raise ExportError("the file disagrees")
 
     monkeypatch.setattr(job, "export_onnx", refuse)
-    exported, why = job._exported(made[0].mixed.network, Path("x.onnx"), torch.ones(1))
+    exported, why = job._export(made[0].mixed.network, Path("x.onnx"), torch.ones(1))
     assert exported is None
     assert why == "the file disagrees"
     assert "no ONNX file: the file disagrees" in caplog.text

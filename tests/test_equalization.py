@@ -17,7 +17,7 @@ from ompq.network.observation import record
 from ompq.network.units import Choice
 from ompq.quantization.equalization import (
     Equalized,
-    equalized,
+    equalize_channels,
     find_factors,
     find_pairs,
 )
@@ -155,7 +155,7 @@ def test_the_network_computes_the_same_to_the_last_bit(way):
     model, samples = of_many_sizes(copy.deepcopy(WAYS[way])), scenes(16)
     (found,) = factors(model, samples)
     assert found[:2] == ("first", "second") and max(found.exponents) > 3
-    other = equalized(model, [found])
+    other = equalize_channels(model, [found])
     with torch.no_grad():
         assert torch.equal(other(samples), model(samples))
         channels = other.first(samples) / model.first(samples)
@@ -168,7 +168,7 @@ def test_norms_take_the_factors_of_the_layers_before_them():
     found = factors(model, samples)
     names = [f"blocks.{number}.body" for number in range(3)]
     assert [(f"{name}.1", f"{name}.3") for name in names] == [one[:2] for one in found]
-    other = equalized(model, found)
+    other = equalize_channels(model, found)
     with torch.no_grad():
         assert torch.equal(other(samples), model(samples))
     assert torch.equal(other.blocks[0].body[0].weight, model.blocks[0].body[0].weight)
@@ -216,7 +216,7 @@ def test_two_layers_with_one_weight_are_left():
 
 def test_a_network_without_depthwise_layers_is_returned_as_it_is():
     model, samples = seeded(TinyResNet()), scenes(8)
-    assert factors(model, samples) == () and equalized(model, ()) is model
+    assert factors(model, samples) == () and equalize_channels(model, ()) is model
 
 
 def test_samples_without_a_batch_axis_and_other_dimensions():
@@ -231,7 +231,7 @@ def test_samples_without_a_batch_axis_and_other_dimensions():
     (found,) = factors(model, x)
     assert found.exponents[0] == 0 and min(found.exponents[1:]) >= 3
     with torch.no_grad():
-        assert torch.equal(equalized(model, [found])(x), model(x))
+        assert torch.equal(equalize_channels(model, [found])(x), model(x))
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_real_networks_compute_the_same_to_the_last_bit(name, count):
     found = factors(model, samples, report=lambda *done: seen.append(done))
     assert len(found) == count and seen == [(1, 1)]
     with torch.no_grad():
-        assert torch.equal(equalized(model, found)(samples), model(samples))
+        assert torch.equal(equalize_channels(model, found)(samples), model(samples))
 
 
 def test_one_step_fits_all_channels_better_and_weights_are_rounded_alike():
@@ -352,7 +352,7 @@ def test_factors_are_the_same_on_cuda():
     assert found == factors(model, samples)
     with torch.no_grad():
         x = samples.cuda()
-        assert torch.allclose(equalized(there, found)(x), there(x), atol=1e-5)
+        assert torch.allclose(equalize_channels(there, found)(x), there(x), atol=1e-5)
 
 
 class NormNet(nn.Module):
@@ -382,7 +382,7 @@ def test_channels_of_a_layer_norm_are_brought_nearer_to_one_size():
     network, x = norm_net(2.0 ** torch.arange(-4, 4)), rows()
     (found,) = factors(network, x)
     assert (found.producer, found.consumer) == ("norm", "first")
-    changed = equalized(network, [found])
+    changed = equalize_channels(network, [found])
     torch.testing.assert_close(changed(x), network(x))
     before, after = (n.norm(x).abs().amax((0, 1)) for n in (network, changed))
     assert after.max() / after.min() < 0.2 * before.max() / before.min()
@@ -393,7 +393,7 @@ def test_channels_of_a_layer_norm_are_centred_in_steps_of_a_sixteenth():
     (found,) = factors(network, x, bits=(4, 4))
     means = network.norm(x).detach().mean((0, 1))
     assert found.shifts == tuple((means * 16).round().int().tolist())
-    changed = equalized(network, [found])
+    changed = equalize_channels(network, [found])
     torch.testing.assert_close(changed(x), network(x), atol=1e-4, rtol=1e-4)
     centred = changed.norm(x).detach().mean((0, 1))
     assert centred.abs().max() <= 1 / 32 * 2.0 ** max(found.exponents) + 1e-5
@@ -503,7 +503,7 @@ def test_values_of_an_attention_are_centred_and_brought_nearer_to_one_size(
     network, x = attention(kind)
     found = of_values(network, x, bits=(8, 4))
     assert (found.producer, found.first) == (producer, first)
-    changed = equalized(network, [found])
+    changed = equalize_channels(network, [found])
     torch.testing.assert_close(changed(x), network(x), atol=1e-5, rtol=1e-4)
     read = []
     for each in (network, changed):

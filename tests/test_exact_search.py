@@ -15,7 +15,7 @@ from ompq.allocation.relaxation import (
     bracket,
     floor_or_ceiling,
     relaxation,
-    rounded,
+    round_relaxation,
 )
 from tables import exhaustive, fixture, problem, program
 
@@ -83,7 +83,7 @@ def test_a_loose_limit_has_no_price():
 def test_relaxation_without_solution_says_so():
     it = program([[0, -3]], [[[2, 3]]], [1.0])
     assert relaxation(it).shares is None
-    assert rounded(it) is None
+    assert round_relaxation(it) is None
     with pytest.raises(ValueError, match="without a solution has nothing to round"):
         bracket(it, relaxation(it))
 
@@ -118,7 +118,7 @@ def test_rounding_never_exceeds_the_budget_where_the_released_code_does():
     exceeded = 0
     for case in SMALL["cases"]:
         bits, it = paper_case(case)
-        columns = rounded(it)
+        columns = round_relaxation(it)
         used = fsum(np.array(SMALL["params"]) * bits[columns])
         assert used <= case["budget_bits"]
         gain = fsum(np.array(case["coef"]) * bits[columns])
@@ -134,7 +134,7 @@ def test_rounding_takes_the_nearer_choice_when_there_is_room():
     )
     shares = relaxation(it).shares
     np.testing.assert_allclose((shares * BITS).sum(1), [4.0, 3.6])
-    columns = rounded(it)
+    columns = round_relaxation(it)
     assert BITS[columns].tolist() == [4.0, 3.0]
 
 
@@ -145,7 +145,7 @@ def test_rounding_gives_up_where_only_several_moves_would_do():
         rows = np.rint(1e9 * generator.random((3, 5, 4)))
         middle = rows.mean(2).sum(1) * 0.95
         it = program(generator.random((5, 4)), rows, middle)
-        columns, best = rounded(it), minimum(it)
+        columns, best = round_relaxation(it), minimum(it)
         if columns is None:
             given_up += best.columns is not None
         else:
@@ -408,7 +408,7 @@ def test_a_thousand_units_are_proved_in_about_a_second(kind):
     assert (it.used(found.columns) <= it.limits).all()
     bound = (relaxation(it).shares * it.damage).sum()
     assert bound - 1e-6 * abs(bound) <= it.value(found.columns)
-    approximate = rounded(it)
+    approximate = round_relaxation(it)
     if approximate is not None:
         assert it.value(found.columns) <= it.value(approximate)
 

@@ -771,7 +771,7 @@ def test_groups_have_no_integer_form():
     words = "has a scale for each group of 64 weights and so no integer kernel"
     with pytest.raises(QuantizationError, match=words):
         finalize(made, images(8))
-    same, arithmetic = finalization.finalized(made, images(8))
+    same, arithmetic = finalization.finalize_if_possible(made, images(8))
     assert same is made and words in arithmetic
 
 

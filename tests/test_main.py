@@ -14,7 +14,7 @@ from cli_tools import NETWORK, run
 from ompq.cli import freed_memory
 from ompq.cli.commands import COMMANDS
 from ompq.cli.freed_memory import keep_freed_memory
-from ompq.cli.main import explained
+from ompq.cli.main import explain_error
 from ompq.errors import OmpqError
 from ompq.user_functions import user_function
 
@@ -108,9 +108,12 @@ def test_without_torch_the_help_is_shown_and_work_says_what_to_install(words):
 
 def test_a_missing_module_of_ours_is_a_bug():
     lost = ModuleNotFoundError("No module named 'ompq.lost'", name="ompq.lost")
-    assert "this is a bug in ompq" in explained(lost)[0]
+    assert "this is a bug in ompq" in explain_error(lost)[0]
     other = ModuleNotFoundError("No module named 'PIL.Image'", name="PIL.Image")
-    assert explained(other) == ("pillow is not installed. Run: pip install pillow", 2)
+    assert explain_error(other) == (
+        "pillow is not installed. Run: pip install pillow",
+        2,
+    )
 
 
 def test_without_a_command_the_help_is_shown():
@@ -216,15 +219,15 @@ def test_a_missing_option_says_what_it_wants():
 
 
 def test_errors_of_ours_are_explained_with_code_2():
-    assert explained(OmpqError("no such\nthing")) == ("no such thing", 2)
-    assert explained(ValueError("bits=9")) == ("bits=9", 2)
+    assert explain_error(OmpqError("no such\nthing")) == ("no such thing", 2)
+    assert explain_error(ValueError("bits=9")) == ("bits=9", 2)
     missing = FileNotFoundError(2, "No such file or directory", "plan.json")
-    assert explained(missing) == ("plan.json: No such file or directory", 2)
-    assert explained(OSError(28, "No space left")) == ("No space left", 2)
+    assert explain_error(missing) == ("plan.json: No such file or directory", 2)
+    assert explain_error(OSError(28, "No space left")) == ("No space left", 2)
 
 
 def test_a_bug_says_so_with_code_1():
-    text, code = explained(KeyError("conv1"))
+    text, code = explain_error(KeyError("conv1"))
     assert code == 1
     assert text.startswith("unexpected KeyError: 'conv1' (this is a bug in ompq")
 
@@ -241,7 +244,7 @@ def test_a_function_of_the_user_that_fails_is_no_bug_of_ours(tmp_path, body, exp
     file.write_text(f"def metric(outputs, targets):\n    {body}\n")
     with pytest.raises((KeyError, TypeError)) as caught:
         user_function(f"{file}:metric", OmpqError)("logits", "classes")
-    text, code = explained(caught.value)
+    text, code = explain_error(caught.value)
     assert text.startswith(f"{file}:2 failed: {expected}")
     assert code == 2
 
@@ -251,20 +254,20 @@ def test_a_bug_below_a_function_of_the_user_is_ours(tmp_path):
     file.write_text("import ompq.errors as e\ndef f():\n    e.suggestion(1, [])\n")
     with pytest.raises(AttributeError) as caught:
         user_function(f"{file}:f", OmpqError)()
-    assert "this is a bug in ompq" in explained(caught.value)[0]
+    assert "this is a bug in ompq" in explain_error(caught.value)[0]
 
 
 def test_a_gpu_that_is_too_small_is_explained():
     class OutOfMemoryError(RuntimeError):
         pass
 
-    text, code = explained(OutOfMemoryError("CUDA out of memory. Tried to ..."))
+    text, code = explain_error(OutOfMemoryError("CUDA out of memory. Tried to ..."))
     assert code == 2
     assert "use fewer --samples or --device cpu" in text
 
 
 def test_usage_errors_of_typer_are_explained():
-    assert explained(typer.BadParameter("bits")) == (
+    assert explain_error(typer.BadParameter("bits")) == (
         "invalid value: bits. See ompq --help",
         2,
     )
@@ -372,8 +375,8 @@ def test_other_systems_and_libraries_are_left_alone(monkeypatch):
 
 
 def test_errors_of_the_system_are_one_line_whatever_they_carry():
-    assert explained(OSError("cannot allocate")) == ("cannot allocate", 2)
-    assert explained(OSError()) == ("the system reports an error", 2)
+    assert explain_error(OSError("cannot allocate")) == ("cannot allocate", 2)
+    assert explain_error(OSError()) == ("the system reports an error", 2)
 
 
 def test_very_long_names_of_files_are_cut(tmp_path):

@@ -10,7 +10,7 @@ from ompq.network.graph import trace
 from ompq.network.observation import (
     ForwardPass,
     Watch,
-    copied,
+    copy_network,
     detach_state,
     function_name,
     open_modules,
@@ -151,7 +151,7 @@ def test_a_copy_is_cut_off_the_graphs_of_tensors_that_modules_keep():
 
     model = Keeps()
     wanted = model(values(4, 3))
-    made = copied(model)
+    made = copy_network(model)
     assert torch.equal(made.kept[0]["last"], wanted)
     assert not made.kept[0]["last"].requires_grad
     assert model.kept[0]["last"] is wanted and wanted.grad_fn is not None

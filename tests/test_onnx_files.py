@@ -604,7 +604,7 @@ def test_codes_may_differ_as_much_as_any_noise_makes_them_differ(monkeypatch):
         return [], [moved]
 
     differing = plain.clone()
-    monkeypatch.setattr(verification, "_observed", observed)
+    monkeypatch.setattr(verification, "_observe", observed)
     monkeypatch.setattr(verification, "_with_codes", lambda *_: ([], [differing]))
     node = onnx.helper.make_node("QuantizeLinear", ["x", "scale"], ["codes"])
     file = onnx.helper.make_model(onnx.helper.make_graph([node], "file", [], []))

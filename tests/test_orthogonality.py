@@ -10,7 +10,7 @@ from ompq.scores.orthogonality import (
     gram_matrix,
     importance,
     layer_gamma,
-    normalised,
+    normalise_products,
     objective_coefficients,
 )
 
@@ -26,7 +26,7 @@ def reference():
 def orm_matrix(features, *, centred=False):
     """ORM by N × N Gram matrices, as it is measured."""
     grams = [gram_matrix(f, centred=centred) for f in features]
-    return normalised(BatchProducts.of(grams).products)
+    return normalise_products(BatchProducts.of(grams).products)
 
 
 def features(reference, dtype):
@@ -147,7 +147,7 @@ def test_one_batch_is_exact_and_many_are_unbiased():
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    assert (normalised(total.products) - exact).abs().max() < 0.01
+    assert (normalise_products(total.products) - exact).abs().max() < 0.01
     # Centring each batch alone, or leaving its diagonal unweighted, misses by more.
     naive = torch.stack(
         [orm_matrix([x, y]) for x, y in zip(a.split(64), b.split(64), strict=True)]

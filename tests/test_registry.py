@@ -9,7 +9,7 @@ import pytest
 
 from ompq import registry
 from ompq.errors import ExtensionError
-from ompq.registry import Names, extensions, loaded
+from ompq.registry import Names, extensions, load_value
 
 
 @pytest.fixture
@@ -68,9 +68,9 @@ def test_text_that_names_nothing_is_an_error_that_says_so():
     with pytest.raises(
         ExtensionError, match="offers 'math:tau_2', which cannot be imported"
     ):
-        loaded("math:tau_2")
+        load_value("math:tau_2")
     with pytest.raises(ExtensionError, match="offers 'nowhere_at_all:x'"):
-        loaded("nowhere_at_all:x")
+        load_value("nowhere_at_all:x")
 
 
 def test_broken_extension_is_left_out_with_a_warning(offers, caplog):

@@ -73,9 +73,9 @@ def observe_range(x: Tensor, seen: Observed | None = None) -> Observed:
         exponent = torch.maximum(exponent, seen.exponent)
         low, high = torch.minimum(low, seen.low), torch.maximum(high, seen.high)
     places = _places(values, exponent)
-    counts = _counted(places, torch.ones_like(places))
+    counts = _count(places, torch.ones_like(places))
     if seen is not None:
-        counts = counts + _merged(seen.counts, exponent - seen.exponent)
+        counts = counts + _merge(seen.counts, exponent - seen.exponent)
     return Observed(counts, exponent, low, high)
 
 
@@ -193,14 +193,14 @@ def _weights(seen: Observed, method: RangeMethod) -> Tensor:
     return torch.lerp(important, counts, _EVEN)
 
 
-def _counted(places: Tensor, counts: Tensor) -> Tensor:
+def _count(places: Tensor, counts: Tensor) -> Tensor:
     return counts.new_zeros(_BINS).scatter_add_(0, places, counts)
 
 
-def _merged(counts: Tensor, doublings: Tensor) -> Tensor:
+def _merge(counts: Tensor, doublings: Tensor) -> Tensor:
     places = torch.arange(_BINS, device=counts.device) - _BINS // 2
     places = torch.bitwise_right_shift(places, doublings.clamp(max=62).long())
-    return _counted(places + _BINS // 2, counts)
+    return _count(places + _BINS // 2, counts)
 
 
 def _percentiles(seen: Observed, fraction: float) -> tuple[Tensor, Tensor]:

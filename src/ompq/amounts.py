@@ -19,7 +19,7 @@ def in_bytes(value: float) -> str:
         >>> in_bytes(1_572_864)
         '1.50 MiB'
     """
-    return _scaled(value, 1024, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
+    return _scale(value, 1024, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
 _SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "GB": 10**9, "MB": 10**6}
@@ -35,17 +35,17 @@ def parse_bytes(text: str, name: str) -> int:
     return int(float(match[1]) * _SIZES[match[2]])
 
 
-def counted(value: float) -> str:
+def short_count(value: float) -> str:
     """Return a count with a decimal prefix.
 
     Example:
         >>> counted(3_469_760)
         '3.47M'
     """
-    return _scaled(value, 1000, 999.5, ("", "k", "M", "G", "T", "P"))
+    return _scale(value, 1000, 999.5, ("", "k", "M", "G", "T", "P"))
 
 
-def _scaled(value: float, base: int, limit: float, units: Sequence[str]) -> str:
+def _scale(value: float, base: int, limit: float, units: Sequence[str]) -> str:
     """Return a value in the largest unit in which it is at least 1."""
     power = 0
     while abs(value) >= limit and power < len(units) - 1:

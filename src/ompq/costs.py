@@ -13,7 +13,7 @@ import numpy as np
 from ompq.bit_widths import FLOAT_BITS
 from ompq.configs import Accounting, LatencyTable
 from ompq.cost_tables import ActivationMemory, Cost
-from ompq.errors import BudgetError, check_known, shortened
+from ompq.errors import BudgetError, check_known, shorten
 from ompq.network.units import Choice, LayerGraph, LiveTensor, Table, Unit
 from ompq.schema import json_number, json_object, read_json
 
@@ -226,6 +226,6 @@ def _latency(
     ]
     if missing:
         raise BudgetError(
-            f"the latency table lacks {shortened(missing)}; measure these too"
+            f"the latency table lacks {shorten(missing)}; measure these too"
         )
     return _table(graph, choices, lambda u, c: latency[u.name][str(c.computed)])

@@ -153,7 +153,7 @@ class MissingExtraError(OmpqError):
         self.extra = extra
 
 
-def shortened(names: Sequence[str], limit: int = 5) -> str:
+def shorten(names: Sequence[str], limit: int = 5) -> str:
     """Return names joined by commas, cut at ``limit`` with a count of the rest."""
     listed = ", ".join(names[:limit])
     rest = len(names) - limit

@@ -120,7 +120,7 @@ def evaluate(
                 digest.update(targets.numpy(force=True).tobytes())
             if index % processes == number:
                 given = inputs, targets, metrics or {}, outputs
-                parts.append(_measured(networks, *given))
+                parts.append(_compare_batch(networks, *given))
                 if progress is not None:
                     progress(index + 1, total, f"evaluating{_top1_so_far(parts)}")
         return parts, digest.hexdigest()
@@ -132,11 +132,11 @@ def evaluate(
             "the processes read different batches: do not shuffle them, or seed the "
             "loader's generator"
         )
-    joined = _joined([parts for parts, _ in shares], metrics or {})
+    joined = _join_parts([parts for parts, _ in shares], metrics or {})
     return replace(joined, output=str(outputs))
 
 
-def _peeked(batches: Iterable[Any]) -> tuple[Samples, Iterable[Any]]:
+def _peek(batches: Iterable[Any]) -> tuple[Samples, Iterable[Any]]:
     """Return the inputs of the first batches, and all batches once more."""
     first: list[Batch] = []
     read: list[Any] = []
@@ -158,7 +158,7 @@ def _outputs(
     """
     if len(networks) < 2:
         return CLASSES, batches
-    first, batches = _peeked(batches)
+    first, batches = _peek(batches)
     output = output or getattr(getattr(networks[0], RECORD, None), "output", None)
     check_output(output)
     outputs = Outputs.of(networks[1], first, output) if len(first) else CLASSES
@@ -175,7 +175,7 @@ class _Part(NamedTuple):
     seconds: float
 
 
-def _measured(
+def _compare_batch(
     networks: Sequence[nn.Module],
     inputs: Batch,
     targets: Any,
@@ -183,7 +183,7 @@ def _measured(
     outputs: Outputs,
 ) -> _Part:
     """Compare a batch's outputs with its targets and with the reference's."""
-    (output, seconds), *others = (_timed(one, inputs) for one in networks)
+    (output, seconds), *others = (_time_call(one, inputs) for one in networks)
     device = model_device(networks[0])
     targets, images = targets_on(device, targets), batch_length(inputs)
     logits = _finite(first_tensor(output).float())
@@ -221,7 +221,7 @@ def _top1_so_far(parts: Sequence[_Part]) -> str:
     return f": top-1 {sum(map(np.sum, known)) / count:.1%}" if count else ""
 
 
-def _joined(
+def _join_parts(
     shares: Sequence[Sequence[_Part]], metrics: Mapping[str, Metric]
 ) -> Evaluation:
     """Return the evaluation of all batches, which processes measured in turns."""
@@ -305,7 +305,7 @@ def _number(metric: str, value: Any) -> float:
     return number
 
 
-def _timed(model: nn.Module, inputs: Batch) -> tuple[Any, float]:
+def _time_call(model: nn.Module, inputs: Batch) -> tuple[Any, float]:
     """Return the network's output, and the seconds it took."""
     device = model_device(model)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None

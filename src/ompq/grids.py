@@ -205,7 +205,7 @@ class _LearnedStep(torch.autograd.Function):
         return grad_x, grad_scale, None, None, None
 
 
-def deployed(grid: Grid, x: Tensor) -> Tensor:
+def quantize_as_deployed(grid: Grid, x: Tensor) -> Tensor:
     """Fake-quantize as ONNX defines it: the zero point is added after rounding."""
     return grid.scale * (x / grid.scale).round().clamp(
         -grid.zero_point, grid.qmax - grid.zero_point

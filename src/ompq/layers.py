@@ -14,11 +14,11 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from ompq.errors import QuantizationError
 from ompq.grids import (
     Grid,
-    deployed,
     learned_clip,
     like_weight,
     of_groups,
     on_log_grid,
+    quantize_as_deployed,
     rounded_to,
 )
 from ompq.network.folding import channel_axis, scaled_channels
@@ -69,9 +69,9 @@ class ActivationQuantizer(nn.Module):
         """Return values rounded to the grid, with the gradients that are wanted."""
         grid = Grid(self.scale, self.zero_point, self.bits)
         if not torch.is_grad_enabled():
-            return deployed(grid, x)
+            return quantize_as_deployed(grid, x)
         if self.gradient == "straight":
-            return deployed(grid, x.detach()) + (x - x.detach())
+            return quantize_as_deployed(grid, x.detach()) + (x - x.detach())
         if self.gradient == "clip":
             # Scaled so that a gradient step on the scale moves the limit as far as if
             # the limit itself were the parameter.

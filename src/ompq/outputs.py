@@ -183,7 +183,7 @@ class Outputs:
         the inputs is the divergence that a small error causes (Fisher information).
         """
         if self.detections:
-            return _signed([t for t in tensors if t.is_floating_point()], generator)
+            return _signed_sum([t for t in tensors if t.is_floating_point()], generator)
         parts = zip(self._counting, tensors, strict=True)
         losses = [part.drawn_loss(t, generator, count) for part, t in parts]
         return torch.stack(losses).sum()
@@ -238,7 +238,7 @@ class _Output(NamedTuple):
         self, tensor: Tensor, generator: torch.Generator, count: int
     ) -> Tensor:
         if self.kind != "classes":
-            return _signed([self.features(tensor, count)], generator)
+            return _signed_sum([self.features(tensor, count)], generator)
         log_p = class_rows(tensor.float()).log_softmax(1)
         classes, weights = drawn_classes(log_p, generator, count)
         likelihoods = log_p.gather(1, classes[:, None])[:, 0]
@@ -273,7 +273,7 @@ def output_kinds(
         )
     if len(given) > 1:
         return tuple(given)  # type: ignore[arg-type]  # checked above
-    found = _recognised(tensors, batch, model)
+    found = _recognise(tensors, batch, model)
     return tuple(
         kind if kind == "ignored" or not given else given[0]  # type: ignore[misc]
         for kind in found
@@ -287,7 +287,7 @@ def check_output(output: str | None) -> None:
         raise ValueError(f"output={output!r} must be {requirement}")
 
 
-def _recognised(
+def _recognise(
     tensors: Sequence[_Tensor], batch: Batch, model: nn.Module | None
 ) -> list[OutputKind]:
     """Return the kinds of a network's outputs; at least one is not ignored."""
@@ -410,7 +410,7 @@ def _spread(several: Sequence[Tensor]) -> Tensor:
     return torch.maximum(variance, least).clamp_min(1e-30).sqrt()
 
 
-def _signed(tensors: Sequence[Tensor], generator: torch.Generator) -> Tensor:
+def _signed_sum(tensors: Sequence[Tensor], generator: torch.Generator) -> Tensor:
     """Return the sum of all elements with random signs."""
     total = [(tensor * random_signs(tensor, generator)).sum() for tensor in tensors]
     return torch.stack(total).sum()

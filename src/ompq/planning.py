@@ -18,7 +18,7 @@ from ompq.budgets import Budget
 from ompq.configs import RATES, OrmSettings, Pin, PlanConfig
 from ompq.cost_tables import FILES, Cost
 from ompq.costs import can_be_coded, cost_tables, least_rate
-from ompq.errors import PlanError, ScoreError, TargetError, TraceError, shortened
+from ompq.errors import PlanError, ScoreError, TargetError, TraceError, shorten
 from ompq.network.attention import with_layers
 from ompq.network.graph import find_units, float_network, live_tensors, observe
 from ompq.network.units import (
@@ -78,7 +78,7 @@ def plan(
     graph, alive, problem = unscored_problem(model, samples, config, memory=memory)
     if config.strict and graph.skipped:
         left = [f"{entry.name} ({entry.reason})" for entry in graph.skipped]
-        raise TraceError(f"strict: not everything can be planned: {shortened(left, 3)}")
+        raise TraceError(f"strict: not everything can be planned: {shorten(left, 3)}")
     files = _files(model, samples, graph, problem, budget)
     if files:
         costs = {**problem.costs, **{one.name: one for one in files}}
@@ -196,7 +196,7 @@ def unscored_problem(
     model = with_layers(float_network(model), samples)
     recording = observe(model, samples)
     graph = find_units(model, recording, tie=config.tie)
-    pins, inputs = _pinned(graph, config)
+    pins, inputs = _pin_units(graph, config)
     graph = _planned_graph(graph, config, {*pins, *inputs})
     if inputs:
         units = (replace(u, input_bits=inputs.get(u.name, 0)) for u in graph.units)
@@ -235,7 +235,7 @@ def _planned_graph(
     return graph.tie(config.tied) if config.tied else graph
 
 
-def _pinned(
+def _pin_units(
     graph: LayerGraph, config: PlanConfig
 ) -> tuple[dict[str, list[Choice]], dict[str, int]]:
     """Return the choices of pinned units and the bits of fixed inputs, by name."""
@@ -297,7 +297,7 @@ def _check_rates(
                 len(without),
                 len(graph),
                 choice.rate,
-                shortened([graph.units[unit].name for unit in without]),
+                shorten([graph.units[unit].name for unit in without]),
             )
 
 
@@ -360,7 +360,7 @@ def _taken(
             )
             raise TargetError(
                 f"{target.name} supports none of {unit.name}'s choices "
-                f"{shortened(given)}: for {unit.kind} it supports weights of {weights} "
+                f"{shorten(given)}: for {unit.kind} it supports weights of {weights} "
                 f"bits and inputs of {inputs} (32 is float)"
                 + ("" if target.coded else ", and none that are coded")
             )

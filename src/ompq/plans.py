@@ -35,7 +35,7 @@ from ompq.costs import (
     paper_bytes,
     unit_bytes,
 )
-from ompq.errors import OmpqError, PlanError, check_known, shortened
+from ompq.errors import OmpqError, PlanError, check_known, shorten
 from ompq.files import library_version, shown, write_text
 from ompq.network.units import (
     Choice,
@@ -346,7 +346,7 @@ class Plan:
         if differing:
             raise PlanError(
                 f"the plan was made for another network: {len(differing)} units differ "
-                f"({shortened(differing)})"
+                f"({shorten(differing)})"
             )
 
 

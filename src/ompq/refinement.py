@@ -101,11 +101,11 @@ def refine(  # noqa: PLR0913 - the last three are optional
             total = config.count if config.seconds is None else None
             text = f"measuring allocations: best divergence {best}"
             progress(len(measured), total, text)
-        if _ended(measured, config, time.monotonic() - started):
+        if _end(measured, config, time.monotonic() - started):
             break
-        if chooser.started(measured) and not _trusted(measured, config):
+        if chooser.started(measured) and not _is_trusted(measured, config):
             return replace(plan, measured=(*plan.measured, *measured))
-    return _refined(plan, chooser, float(own.mean()), [*known, *measured], measured)
+    return _refit_plan(plan, chooser, float(own.mean()), [*known, *measured], measured)
 
 
 def _meter(
@@ -150,7 +150,7 @@ def _standard_error(values: Floats) -> float:
     return float(values.std(ddof=1) / len(values) ** 0.5)
 
 
-def _trusted(measured: list[Measurement], config: RefineConfig) -> bool:
+def _is_trusted(measured: list[Measurement], config: RefineConfig) -> bool:
     """Return whether the measurements predict the quality of the final network."""
     best = min(one.divergence for one in measured)
     if config.by == "reconstruct" or best <= config.trusted:
@@ -165,7 +165,7 @@ def _trusted(measured: list[Measurement], config: RefineConfig) -> bool:
     return False
 
 
-def _ended(measured: list[Measurement], config: RefineConfig, seconds: float) -> bool:
+def _end(measured: list[Measurement], config: RefineConfig, seconds: float) -> bool:
     values = [one.divergence for one in measured]
     stale = len(values) - 1 - values.index(min(values)) >= config.patience
     late = config.seconds is not None and seconds > config.seconds
@@ -272,7 +272,7 @@ class _Chooser:
         return allocate(replace(self.problem, damage=table), self.budget)
 
 
-def _refined(
+def _refit_plan(
     plan: Plan,
     chooser: _Chooser,
     own: float,

@@ -44,7 +44,7 @@ class Names(Mapping[str, _Value], Generic[_Value]):
     def __getitem__(self, name: str) -> _Value:
         if name in self.own:
             return self.own[name]
-        return cast(_Value, loaded(self._added()[name]))
+        return cast(_Value, load_value(self._added()[name]))
 
     def __contains__(self, name: object) -> bool:
         return name in self.own or name in self._added()
@@ -75,7 +75,7 @@ class Names(Mapping[str, _Value], Generic[_Value]):
         return extensions().get(self.kind, {})
 
 
-def loaded(value: Any) -> Any:
+def load_value(value: Any) -> Any:
     """Return a value of an extension's table, imported if it is given as text.
 
     Raises:
@@ -97,7 +97,7 @@ def loaded(value: Any) -> Any:
 def extensions() -> Extension:
     """Return the tables of all extensions, merged; the first offer of a name wins."""
     merged: dict[str, dict[str, Any]] = {}
-    for source, table in (*_subpackages(), *_installed()):
+    for source, table in (*_subpackages(), *_installed_tables()):
         for kind, offered in table.items():
             known = merged.setdefault(kind, {})
             for name in known.keys() & offered.keys():
@@ -113,7 +113,7 @@ def _subpackages() -> Iterator[tuple[str, Extension]]:
         yield name, getattr(import_module(f"{name}.{path.stem}"), _TABLE)
 
 
-def _installed() -> Iterable[tuple[str, Extension]]:
+def _installed_tables() -> Iterable[tuple[str, Extension]]:
     """Yield the tables of installed packages; one that is broken is left out."""
     for point in sorted(entry_points(group=GROUP)):
         try:

@@ -86,7 +86,7 @@ class Samples:
         if not runs:
             hint = "; an iterator can be read only once" * isinstance(given, Iterator)
             raise SampleError(f"samples are empty: give at least one input{hint}")
-        return cls(tuple(map(_joined, runs)))
+        return cls(tuple(map(_join, runs)))
 
     def __repr__(self) -> str:
         shapes = {str(tuple(t.shape[1:])) for run in self.runs for t in _tensors(run)}
@@ -284,7 +284,7 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
         for model in sorted(
             models, key=id
         ):  # one order, so that threads never deadlock
-            stack.enter_context(locked(model))
+            stack.enter_context(lock_of(model))
         modules = [module for model in models for module in model.modules()]
         modes: list[tuple[Any, str, bool]] = [
             (m, "training", m.training) for m in modules
@@ -348,7 +348,7 @@ def usual_settings() -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-def locked(model: nn.Module) -> AbstractContextManager[object]:
+def lock_of(model: nn.Module) -> AbstractContextManager[object]:
     """Return a lock that protects a network's mode and hooks from other threads."""
     with _NEW_LOCK:
         return _LOCKS.setdefault(model, RLock())
@@ -541,7 +541,7 @@ def _alike(one: Batch, other: Batch) -> bool:
     return all(own or torch.equal(a, b) for a, b, (_, _, own) in pairs)
 
 
-def _joined(run: list[Batch]) -> Batch:
+def _join(run: list[Batch]) -> Batch:
     if len(run) == 1:
         return run[0]
     columns = zip(zip(*map(_tensors, run), strict=True), _types(run[0])[1], strict=True)

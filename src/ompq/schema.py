@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin
 
-from ompq.errors import shortened
+from ompq.errors import shorten
 
 _LARGEST_FILE = 1 << 28  # bytes
 _MOST_VALUES = 1 << 23
@@ -163,16 +163,16 @@ def json_record(kind: type[_Record], value: Any) -> _Record:
     unknown = [key for key in given if key not in known]
     if missing or unknown:
         what, names = ("lacks", missing) if missing else ("has no field", unknown)
-        raise ValueError(f"{name} {what} {shortened(names):.200}")
-    return kind(**{n: _checked(one, n, known[n].type) for n, one in given.items()})
+        raise ValueError(f"{name} {what} {shorten(names):.200}")
+    return kind(**{n: _check(one, n, known[n].type) for n, one in given.items()})
 
 
-def _checked(value: Any, what: str, kind: Any) -> Any:
+def _check(value: Any, what: str, kind: Any) -> Any:
     if is_dataclass(kind):
         return json_record(cast(type, kind), value)
     if get_origin(kind) is tuple:
         inner = get_args(kind)[0]
-        return tuple(_checked(one, what, inner) for one in json_list(value, what))
+        return tuple(_check(one, what, inner) for one in json_list(value, what))
     if kind is int:
         return json_whole(value, what, -1)
     return {str: json_text, float: json_number, bool: json_flag}[kind](value, what)

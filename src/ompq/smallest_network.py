@@ -16,7 +16,7 @@ from ompq.configs import Goal, SmallestConfig
 from ompq.errors import GoalError
 from ompq.evaluation import evaluate
 from ompq.evaluation_result import Evaluation
-from ompq.integer.finalization import finalized
+from ompq.integer.finalization import finalize_if_possible
 from ompq.measurement import split
 from ompq.network.graph import trace
 from ompq.plans import Plan, check_plan
@@ -251,7 +251,7 @@ class _Search:
                     done, total, f"{name}: {message}"
                 ),
             )
-        return finalized(network, self.samples)[0]
+        return finalize_if_possible(network, self.samples)[0]
 
 
 def _content(held_out: Any) -> list[str]:

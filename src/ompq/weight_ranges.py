@@ -368,7 +368,7 @@ def weight_noises(
         rows, counts = rows[drawn], None if counts is None else counts[drawn]
         share = share.new_full((_NOISE_CHANNELS,), 1 / _NOISE_CHANNELS)
     if counts is None:  # padded groups are small enough
-        rows, counts = _sampled(rows, _NOISE_WEIGHTS // len(rows))
+        rows, counts = _sample(rows, _NOISE_WEIGHTS // len(rows))
     energy = rows.square() if counts is None else rows.square() * counts
     energy = energy.sum(1).clamp(min=TINY)
     rule = _rules(tuple(bits), rows.device)
@@ -432,7 +432,7 @@ def subsample(rows: Tensor, most: int) -> Tensor:
     return rows.index_select(1, places)
 
 
-def _sampled(rows: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
+def _sample(rows: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
     """Return a sample of each channel's weights, and how many each stands for.
 
     It always contains the largest and smallest weights, which decide where to clip.
@@ -487,7 +487,7 @@ def _search(rows: Tensor, rule: Rule, measure: _Measure, effort: _Effort) -> _Be
     """Return the grids of least cost for the channels of (C, K)."""
     refits = effort.refits
     if rows.shape[1] > 2 * _SEARCHED and measure.gram is None:
-        sample, counts = _sampled(rows, _SEARCHED)
+        sample, counts = _sample(rows, _SEARCHED)
         on_sample = effort if effort.refits < 2 else _ON_SAMPLE
         best = _search(sample, rule, measure._replace(counts=counts), on_sample)
         found = best.scale[None], best.zero_point[None]
@@ -499,7 +499,7 @@ def _search(rows: Tensor, rule: Rule, measure: _Measure, effort: _Effort) -> _Be
             near = _neighbours(best, rule, effort.neighbours)
             best = _best_of(best, rows, rule, measure, near)
     for _ in range(refits):
-        fitted = _refitted(best, rows, rule, measure)
+        fitted = _refit(best, rows, rule, measure)
         best = _best_of(best, rows, rule, measure, fitted)
     return best
 
@@ -532,7 +532,7 @@ def _neighbours(best: _Best, rule: Rule, count: int) -> tuple[Tensor, Tensor]:
     return best.scale * factor, zero_point
 
 
-def _refitted(
+def _refit(
     best: _Best, rows: Tensor, rule: Rule, measure: _Measure
 ) -> tuple[Tensor, Tensor]:
     """Fit scales to the current codes by least squares, (A, B, C, 1).

@@ -43,7 +43,7 @@ from ompq.files import (
     unfinished_folder,
     write_text,
 )
-from ompq.integer.finalization import finalized
+from ompq.integer.finalization import finalize_if_possible
 from ompq.measurement import Meter
 from ompq.network.units import Choice, Skipped
 from ompq.packed.packed_files import add_onnx, save
@@ -194,7 +194,7 @@ class Workflow:
     def finalize(self, network: nn.Module) -> tuple[nn.Module, str]:
         """Return the network as its files will compute it, and its arithmetic."""
         with self.stages.stage("finalizing integers"):
-            return finalized(network, self.samples)
+            return finalize_if_possible(network, self.samples)
 
     def evaluate(
         self,

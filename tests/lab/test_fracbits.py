@@ -13,7 +13,7 @@ from ompq.lab.weight_rules.dorefa import dorefa
 from ompq.lab.weight_rules.fracbits import (
     FracBits,
     FractionalWidths,
-    mixed,
+    mix_widths,
     rounded_widths,
 )
 from ompq.layers import quantized_layers
@@ -31,9 +31,9 @@ RECIPE = replace(
 def test_a_real_width_mixes_its_neighbours():
     weight, width = values(30).double(), torch.tensor(3.2, dtype=torch.float64)
     few, more = (dorefa(weight, torch.tensor(float(n))) for n in (7, 15))
-    assert torch.allclose(mixed(weight, width), 0.8 * few + 0.2 * more)
+    assert torch.allclose(mix_widths(weight, width), 0.8 * few + 0.2 * more)
     width.requires_grad_()
-    mixed(weight, width).sum().backward()
+    mix_widths(weight, width).sum().backward()
     assert width.grad.item() == pytest.approx(float((more - few).sum()))
 
 

@@ -21,7 +21,7 @@ from ompq.lab import reproduction
 from ompq.lab.more_scores.loss_gradients import Hessian
 from ompq.lab.paper_figures import draw, markdown
 from ompq.lab.paper_tables import EXPERIMENTS, HALFWAY
-from ompq.lab.reproduction import Bench, planned
+from ompq.lab.reproduction import Bench, plan_row
 from ompq.lab.weight_rules.outliers import OUTLIERS
 from ompq.models.builtin_networks import CIFAR_NETWORKS
 from ompq.models.named_models import NamedModel
@@ -440,7 +440,7 @@ def bench(network, folder, name="table-qat-resnet18"):
 def test_halfway_is_between_four_and_eight_bits_everywhere(tmp_path):
     made = bench(seeded(TinyResNet()), tmp_path)
     row = next(r for r in EXPERIMENTS["table-qat-resnet18"].rows if r.budget == HALFWAY)
-    plan = planned(replace(row, plan={"score": "weight_noise", "pinned": {}}), made)
+    plan = plan_row(replace(row, plan={"score": "weight_noise", "pinned": {}}), made)
     macs = sum(unit.macs for unit in plan.graph.units)
     assert plan.budget.bit_ops == macs * (4 * 4 + 8 * 8) / 2
     assert plan.totals["bit_ops"] <= plan.budget.bit_ops
@@ -466,7 +466,7 @@ def test_hawq_has_labels_if_there_are_any(changed, tmp_path):
         PLAN_PROTOCOLS["hawq-v3"], score=Hessian(batches=labelled), **row.plan
     )
     expected = ompq.plan(made.model.module, made.samples[:8], "32bits", config)
-    assert np.allclose(planned(row, made).scores.damage, expected.scores.damage)
+    assert np.allclose(plan_row(row, made).scores.damage, expected.scores.damage)
     given = Hessian(batches=load_data("random", made.model).batches(limit=32))
     labels = replace(config, score=given)
     found = ompq.plan(made.model.module, made.samples[:8], "32bits", labels)
@@ -486,7 +486,7 @@ def test_rows_share_their_score_table_unless_they_time_it(words, tmp_path):
 def test_the_exact_solver_has_brecqs_table(tmp_path):
     made = bench(seeded(TinyResNet()), tmp_path, "table-ptq-mobilenetv2")
     rows = {row.name: row for row in made.experiment.rows}
-    genetic, exact = (planned(rows[n], made) for n in ("brecq-1.5", "brecq-exact-1.5"))
+    genetic, exact = (plan_row(rows[n], made) for n in ("brecq-1.5", "brecq-exact-1.5"))
     assert np.array_equal(genetic.scores.damage, exact.scores.damage)
     assert (genetic.method, exact.method) == ("genetic", "exact")
     assert exact.gap == 0
@@ -531,7 +531,7 @@ def test_budgets_keep_their_share_on_another_network(tmp_path):
     assert made.budget("3bits") == "3bits"
     rows = {row.name: row for row in made.experiment.rows}
     tiny = replace(rows["ompq-4.5"], budget="0.1MiB")
-    plan = planned(tiny, made)  # too small: halfway instead
+    plan = plan_row(tiny, made)  # too small: halfway instead
     assert set(plan.allocation.values()) <= {*plan.choices}
     assert trace(made.model.module, made.samples).names == plan.graph.names
     assert torch.isfinite(torch.tensor(plan.damage))

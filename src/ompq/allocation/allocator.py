@@ -11,7 +11,7 @@ import numpy as np
 from ompq.allocation.exact_search import NODES, Optimum, minimum
 from ompq.allocation.infeasibility import check_each, conflict, reachable
 from ompq.allocation.problem import Allocation, Columns, Problem, Program
-from ompq.allocation.relaxation import floor_or_ceiling, relaxation, rounded
+from ompq.allocation.relaxation import floor_or_ceiling, relaxation, round_relaxation
 from ompq.budgets import Budget
 from ompq.cost_tables import Cost
 from ompq.progress import Progress
@@ -39,7 +39,7 @@ def search_neighbours(program: Program) -> Columns | None:
 def relax(program: Program) -> Columns | None:
     """Solve as the paper does: small networks by search, large ones by rounding."""
     small = len(program.damage) <= DEPTH_FIRST
-    return search_neighbours(program) if small else rounded(program)
+    return search_neighbours(program) if small else round_relaxation(program)
 
 
 SOLVERS: Names[Solver] = Names(
@@ -47,7 +47,7 @@ SOLVERS: Names[Solver] = Names(
     {
         EXACT: solve_exactly,
         "relax": relax,
-        "relax-round": rounded,
+        "relax-round": round_relaxation,
         "relax-dfs": search_neighbours,
     },
     field="method",

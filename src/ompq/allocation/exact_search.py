@@ -219,7 +219,7 @@ def _node(node: Program, ceiling: float) -> tuple[Columns | None, list[Flags], f
     if not allowed.any(1).all():
         return None, [], np.inf
     shares = np.where(allowed, shares, -1.0)
-    found = _rounded(replace(node, allowed=allowed), shares, mixed, ceiling)
+    found = _round_solution(replace(node, allowed=allowed), shares, mixed, ceiling)
     unit = int(np.where(allowed.sum(1) > 1, 1 - shares.max(1), -1.0).argmax())
     order = np.flatnonzero(allowed[unit])
     order = order[np.argsort(node.damage[unit, order], kind="stable")]
@@ -237,7 +237,7 @@ def _node(node: Program, ceiling: float) -> tuple[Columns | None, list[Flags], f
     return found, children, bounds.best
 
 
-def _rounded(
+def _round_solution(
     node: Program, shares: Floats, mixed: Columns, ceiling: float
 ) -> Columns | None:
     """Return the best rounding of a fractional solution within limits and ceiling."""

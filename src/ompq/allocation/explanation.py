@@ -9,7 +9,7 @@ from ompq.allocation.problem import Columns, Problem, Program
 from ompq.allocation.relaxation import relaxation
 from ompq.budgets import Budget
 from ompq.cost_tables import FILES, Cost, readable
-from ompq.errors import PatternError, shortened, suggestion
+from ompq.errors import PatternError, shorten, suggestion
 from ompq.network.units import Choice
 
 
@@ -76,7 +76,7 @@ def explain(
     if unit not in problem.names:
         raise PatternError(
             f"{unit!r} is not a unit{suggestion(unit, problem.names)}; the "
-            f"{len(problem.names)} units are {shortened(problem.names)}"
+            f"{len(problem.names)} units are {shorten(problem.names)}"
         )
     limits = Budget.of(budget).limits(problem.costs)
     chosen = problem.columns(allocation)
@@ -165,7 +165,7 @@ def _best_exchange(
 
 
 def _lines(found: Explanation, current: Option, costs: Mapping[str, Cost]) -> list[str]:
-    tied = f", shared with {shortened(found.tied)}" if found.tied else ""
+    tied = f", shared with {shorten(found.tied)}" if found.tied else ""
     lines = [f"{found.unit}: {found.choice}{tied}", ""]
     amounts = [
         readable(costs[name], *(option.costs[name] for option in found.options))

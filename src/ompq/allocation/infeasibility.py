@@ -9,7 +9,7 @@ from ompq.allocation.exact_search import minimum
 from ompq.allocation.problem import Problem, least_allowed
 from ompq.budgets import Budget
 from ompq.cost_tables import PURPOSES, enough, readable
-from ompq.errors import InfeasibleBudgetError, check_known, shortened
+from ompq.errors import InfeasibleBudgetError, check_known, shorten
 
 LEAST_BITS = 2  # fewest bits of a weight that is not coded
 # Costs that coding the weights would reduce.
@@ -177,4 +177,4 @@ def _largest_units(problem: Problem, name: str) -> tuple[tuple[str, ...], str]:
         f"{problem.names[u]} ({readable(cost, least[u])[0]}{pinned.get(u, '')})"
         for u in named
     ]
-    return tuple(problem.names[u] for u in named), shortened(texts)
+    return tuple(problem.names[u] for u in named), shorten(texts)

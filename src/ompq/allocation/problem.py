@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ompq.cost_tables import Cost
-from ompq.errors import PlanError, ScoreError, shortened, suggestion
+from ompq.errors import PlanError, ScoreError, shorten, suggestion
 from ompq.files import write_text
 from ompq.network.units import Choice, by_bits
 from ompq.schema import json_object, read_json
@@ -168,13 +168,13 @@ class Allocation(Mapping[str, Choice]):
         if missing:
             raise PlanError(
                 f"no bits for {len(missing)} of {len(wanted)} units: "
-                f"{shortened(missing)}. Give bits for every unit, or plan with these "
+                f"{shorten(missing)}. Give bits for every unit, or plan with these "
                 "pinned"
             )
         unknown = [name for name in self.bits if name not in wanted]
         if unknown:
             raise PlanError(
-                f"bits for {shortened(unknown)}, which the network does not have"
+                f"bits for {shorten(unknown)}, which the network does not have"
                 f"{suggestion(unknown[0], wanted)}. "
                 "Remove them, or give the network that they are for"
             )
@@ -221,14 +221,14 @@ class Problem:
         names = [self.names[unit] for unit in np.flatnonzero(~finite.all(1))]
         if names:
             raise ScoreError(
-                f"the score is not finite for {shortened(names)}; "
+                f"the score is not finite for {shorten(names)}; "
                 "check the network's weights and the samples"
             )
         for members, allowed in zip(self.members, self.group_allowed, strict=True):
             if not allowed.any():
                 names = [self.names[unit] for unit in members]
                 raise PlanError(
-                    f"contradictory pins: no choice is allowed for {shortened(names)}"
+                    f"contradictory pins: no choice is allowed for {shorten(names)}"
                     + (" together; untie them or pin them alike" if names[1:] else "")
                 )
 
@@ -364,7 +364,7 @@ class Problem:
         wrong = [n for n, c in zip(self.names, found, strict=True) if c is None]
         if wrong:
             raise PlanError(
-                f"the allocation's bits for {shortened(wrong)} are not among the "
+                f"the allocation's bits for {shorten(wrong)} are not among the "
                 f"{len(self.choices)} choices; it may belong to another plan"
             )
         return np.array(found, dtype=np.intp)

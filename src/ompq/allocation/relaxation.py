@@ -156,7 +156,7 @@ def bracket(program: Program, relaxed: Relaxation) -> tuple[Columns, Columns]:
     return down.argmin(1), up.argmin(1)
 
 
-def rounded(program: Program) -> Columns | None:
+def round_relaxation(program: Program) -> Columns | None:
     """Solve the relaxation and round, as the paper does, but keep to the limits.
 
     Each unit takes the nearer of its two bracketing choices. While a limit is exceeded,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ompq.amounts import in_bytes
-from ompq.cli.console import Column, Console, Shown, View, facts, muted
+from ompq.cli.console import Column, Console, Shown, View, facts, mute_warnings
 from ompq.cli.loading import read_samples
 from ompq.cli.option_groups import BenchOptions, ExportOptions, shape_of
 from ompq.cli.options import (
@@ -63,7 +63,7 @@ def run_export(
     name = options.network or str(written.get("network") or "")
     if not name:
         raise ModelError(f"{packed} does not name its network; give --network")
-    with console.stage("loading the network"), muted():
+    with console.stage("loading the network"), mute_warnings():
         model = _structure(name, source, options)
         network = load(packed, model.module)
     samples, data = _inputs(model, source, options, console)
@@ -109,7 +109,7 @@ def _inputs(
 ) -> tuple[Samples, str]:
     """Return the inputs to verify with, and the name of their source."""
     name = options.data or _of_run(source, "data")
-    with muted():  # noise is as good as images for verification
+    with mute_warnings():  # noise is as good as images for verification
         data = load_data(name or "random", model, split="train")
     return read_samples(data, min(options.samples, len(data)), console), data.name
 
@@ -252,7 +252,7 @@ def run_bench(source: Path, options: BenchOptions, console: Console) -> View:
     with TemporaryDirectory() as work:
         remarks = without_gain(file)
         inputs = inputs_of(file, options.batch)
-        with console.stage("writing the float network"), muted():
+        with console.stage("writing the float network"), mute_warnings():
             floats = _float(file, options.reference, Path(work))
         timings: list[Timing] = []
         failed: list[str] = []

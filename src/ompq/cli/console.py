@@ -56,7 +56,7 @@ class Column:
         return min(self.width, _MIN_NAME) if self.shorten else self.width
 
 
-def fitted(columns: Iterable[Column], width: int) -> Table:
+def fit_table(columns: Iterable[Column], width: int) -> Table:
     """Return a table that fits the width: columns are dropped, then names are cut."""
     kept = list(columns)
     while (spare := width + _GAP - sum(c.least + _GAP for c in kept)) < 0 and any(
@@ -144,7 +144,7 @@ class Console:
             with self.out.capture() as captured:
                 text: Any = Text(plain(item)) if isinstance(item, str) else item
                 if isinstance(item, list):
-                    text = fitted(item, self.out.width)
+                    text = fit_table(item, self.out.width)
                 self.out.print(text, soft_wrap=self.quiet)
             # Rich pads tables with spaces up to their width.
             lines = [line.rstrip() for line in captured.get().split("\n")]
@@ -274,7 +274,7 @@ def _level(level: int) -> Iterator[None]:
         _LOGGER.setLevel(before)
 
 
-def muted() -> AbstractContextManager[None]:
+def mute_warnings() -> AbstractContextManager[None]:
     """Suppress the library's warnings."""
     return _level(logging.ERROR)
 

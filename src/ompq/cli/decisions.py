@@ -14,7 +14,7 @@ from ompq.allocation.problem import Problem
 from ompq.amounts import digits, in_bytes
 from ompq.bit_widths import FLOAT_BITS
 from ompq.budgets import Budget
-from ompq.cli.console import Column, Console, View, muted, say
+from ompq.cli.console import Column, Console, View, mute_warnings, say
 from ompq.cli.loading import (
     check_score,
     find_data,
@@ -106,7 +106,7 @@ def run_budget(
     """Show which budgets a network can meet."""
     config = planning.config()
     check_score(config, planning.of_orm)
-    with muted():  # sizes do not depend on the weights, which may be random
+    with mute_warnings():  # sizes do not depend on the weights, which may be random
         model = load_network(
             replace(network, weights=network.weights or "none"), console
         )

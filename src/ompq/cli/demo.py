@@ -14,7 +14,7 @@ from ompq.allocation.problem import Allocation
 from ompq.amounts import in_bytes, percent
 from ompq.cli.console import Column, Console, Shown, View, facts
 from ompq.cli.option_groups import DemoOptions
-from ompq.cli.options import changed, check_writable
+from ompq.cli.options import apply_options, check_writable
 from ompq.cli.views import time_line
 from ompq.configs import DemoConfig, PlanConfig, ReconstructConfig, RoundingConfig
 from ompq.errors import InfeasibleBudgetError, OmpqError
@@ -108,12 +108,12 @@ def contender(
         plan=plan,
         within=plan.meets_budget(),
         network=final,
-        rounded=measured(work, nearest, tests),
-        final=measured(work, final, tests),
+        rounded=measure_network(work, nearest, tests),
+        final=measure_network(work, final, tests),
     )
 
 
-def measured(work: Workflow, network: nn.Module, tests: Tests) -> Measured:
+def measure_network(work: Workflow, network: nn.Module, tests: Tests) -> Measured:
     """Evaluate a network on each test set, with the float network as reference."""
     return {name: work.evaluate(network, batches) for name, batches in tests.items()}
 
@@ -268,7 +268,7 @@ def run_demo(
     with whole_folder(folder) as unfinished:
         plan = work.plan(config.budget)
         tests = _tests(data, model, config.seed)
-        reference = measured(work, model, tests)
+        reference = measure_network(work, model, tests)
         if planned is not None:
             planned(plan, reference)
         rounding = RoundingConfig(iterations=config.iterations)
@@ -277,7 +277,7 @@ def run_demo(
             contender(work, name, one, tests, learning)
             for name, one in line_up(plan).items()
         )
-        demo = _packed(unfinished, config, work, contenders, reference)
+        demo = _write_files(unfinished, config, work, contenders, reference)
         coded = coded_rival(work, demo.contenders[-1], tests, learning)
         demo = replace(demo, coded=coded).reported()
         with work.stages.stage("writing the report") as progress:
@@ -291,7 +291,7 @@ def run_demo(
     return replace(demo, account=account, exported=exported)
 
 
-def _packed(
+def _write_files(
     folder: Path,
     config: DemoConfig,
     work: Workflow,
@@ -307,7 +307,7 @@ def _packed(
         with evaluating(mixed.network), evaluating(unpacked):
             same = torch.equal(mixed.network(images), unpacked(images))
     with work.stages.stage("exporting to ONNX"):
-        exported, why = _exported(mixed.network, folder / ONNX, images)
+        exported, why = _export(mixed.network, folder / ONNX, images)
     about = {
         "network": NETWORK,
         **asdict(config),
@@ -338,7 +338,7 @@ def _tests(data: DemoData, model: nn.Module, seed: int) -> Tests:
     }
 
 
-def _exported(
+def _export(
     network: nn.Module, path: Path, images: Tensor
 ) -> tuple[ExportResult | None, str]:
     try:
@@ -445,7 +445,7 @@ def _remarks(demo: Demo) -> list[Section]:
 
 def show_demo(options: DemoOptions, console: Console) -> View:
     """Try everything on a small network, and return what came of it."""
-    folder, config = options.folder, changed(DemoConfig(), options)
+    folder, config = options.folder, apply_options(DemoConfig(), options)
     check_writable(folder, folder=True)
 
     def planned(plan: Plan, reference: Measured) -> None:

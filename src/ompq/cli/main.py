@@ -63,7 +63,7 @@ class _Commands(TyperGroup):
         except Exception as error:
             if "--debug" in (sys.argv if typed is None else typed):
                 traceback.print_exception(error)
-            text, code = explained(error)
+            text, code = explain_error(error)
             if not hear_from_main():
                 process = os.environ.get("RANK", "0")  # set by the launcher
                 where = "" if process == "0" else f"in process {process}: "
@@ -71,7 +71,7 @@ class _Commands(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def explained(error: Exception) -> tuple[str, int]:
+def explain_error(error: Exception) -> tuple[str, int]:
     """Return an error's message for the user, and the exit code."""
     text = " ".join(str(error).split())
     if hasattr(error, "format_message"):  # an error of Typer: a wrong option

@@ -15,8 +15,8 @@ from typing import Annotated, Any, ClassVar
 from ompq.bit_widths import CODED_BITS, FLOAT_BITS, GROUP_SIZES
 from ompq.cli.options import (
     REQUIRED,
+    apply_options,
     argument,
-    changed,
     check_needed,
     check_resumed,
     check_writable,
@@ -276,7 +276,7 @@ class PlanOptions:
     def config(self) -> PlanConfig:
         """Return the protocol's settings with the changes that the options make."""
         base = PLAN_PROTOCOLS[self.protocol] if self.protocol else PlanConfig()
-        config = changed(base, self)
+        config = apply_options(base, self)
         if self.rates is not None and not self.coded:
             raise ValueError("--rates is for coded weights; add --coded")
         pins = dict(_pin(text) for text in self.pin or ())
@@ -285,7 +285,9 @@ class PlanOptions:
             "pinned": {**base.pinned, **pins} if pins else None,
             "target": self.target,
             "latency": _latency(self.latency) if self.latency else None,
-            "orm": changed(base.orm or OrmSettings(), self) if self.of_orm else None,
+            "orm": apply_options(base.orm or OrmSettings(), self)
+            if self.of_orm
+            else None,
         }
         typed = {"pinned": f"--pin {' '.join(self.pin or ())}"}
         given = {k: v for k, v in changes.items() if v is not None}
@@ -398,7 +400,7 @@ class RefineOptions(ScoreOptions):
                 f"--refine {self.refine}: give a number of allocations, for example "
                 "20, or a time, for example 90s, 3min or 1h"
             )
-        config = changed(RefineConfig(seed=seed), self)
+        config = apply_options(RefineConfig(seed=seed), self)
         number, unit = int(match["number"]), match["unit"]
         if not unit:
             return replace(config, count=number)
@@ -617,7 +619,7 @@ class TrainOptions:
     def config(self, protocol: str | None, seed: int, folder: Path) -> TrainConfig:
         """Return the settings of recipe or protocol with the changes from options."""
         base = TRAIN_PROTOCOLS.get(self.recipe or protocol or "", TrainConfig())
-        config = replace(changed(base, self), seed=seed)
+        config = replace(apply_options(base, self), seed=seed)
         if self.logger == "tensorboard":
             config = replace(config, tensorboard=str(folder / "tensorboard"))
         elif self.logger is not None:

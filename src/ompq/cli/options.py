@@ -3,7 +3,8 @@
 A command takes groups of options. Each is a dataclass whose fields are declared as
 Typer options; :func:`spread` turns them into the flat arguments that Typer expects. An
 option for a field of a configuration is declared with :func:`config_option`, which
-takes help, limits and default from the field; :func:`changed` applies what was given.
+takes help, limits and default from the field; :func:`apply_options` applies what was
+given.
 
 Names have hyphens on the command line and underscores in Python; :func:`kebab` is the
 only place that knows.
@@ -87,7 +88,7 @@ def spread(function: Callable[..., View | None]) -> Callable[..., None]:
 
     @wraps(function)
     def run(**values: Any) -> None:
-        _TYPED.set({"command": function.__name__, **_typed(parameters, values)})
+        _TYPED.set({"command": function.__name__, **_typed_values(parameters, values)})
         for name, group in groups.items():
             values[name] = _taken(group, values)
         if not shows:
@@ -117,7 +118,7 @@ _TRANSIENT = {
 }
 
 
-def _typed(
+def _typed_values(
     parameters: Sequence[inspect.Parameter], values: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the values that differ from their defaults, by option name."""
@@ -341,7 +342,7 @@ def _least(kind: Any, one: Setting) -> int | None:
 _Changed = TypeVar("_Changed", bound=Config)
 
 
-def changed(config: _Changed, options: Any) -> _Changed:
+def apply_options(config: _Changed, options: Any) -> _Changed:
     """Return a configuration with the options of a group that were given for it.
 
     Raises:
@@ -365,7 +366,7 @@ def given_for(
         if value is None or value is False:  # not given; 0 is
             continue
         name = f"--{kebab(one.name)}"
-        changes[home.field] = _converted(home, value, name)
+        changes[home.field] = _convert(home, value, name)
         typed[home.field] = name if value is True else f"{name} {value}"
     return changes, typed
 
@@ -382,7 +383,7 @@ def naming_options(typed: Mapping[str, str]) -> Iterator[None]:
         raise ValueError(f"{given} must be {error.requirement}") from error
 
 
-def _converted(home: _Home, value: Any, name: str) -> Any:
+def _convert(home: _Home, value: Any, name: str) -> Any:
     """Return the value of a field for what was typed."""
     if home.parse is not None:
         return home.parse(value)

@@ -18,7 +18,7 @@ from torch import nn
 from ompq.allocation.problem import Allocation
 from ompq.amounts import digits, in_bytes
 from ompq.budgets import Budget
-from ompq.cli.console import Console, View, facts, in_first_process, muted, say
+from ompq.cli.console import Console, View, facts, in_first_process, mute_warnings, say
 from ompq.cli.loading import (
     check_score,
     decoder_metrics,
@@ -44,7 +44,7 @@ from ompq.cli.option_groups import (
     SourceOptions,
     TrainOptions,
 )
-from ompq.cli.options import changed, check_writable, typed_toml
+from ompq.cli.options import apply_options, check_writable, typed_toml
 from ompq.cli.views import quality_rows, quality_text, time_line, totals, used, warning
 from ompq.configs import (
     QUANTIZE_PROTOCOLS,
@@ -72,7 +72,7 @@ from ompq.schema import read_json
 from ompq.sections import Remark
 from ompq.smallest_network import Smallest
 from ompq.training.step import Loss
-from ompq.training.training_batches import TrainingData, checked_length, labelled
+from ompq.training.training_batches import TrainingData, as_labelled, checked_length
 from ompq.training.training_loop import train as learn
 from ompq.training.training_run import check_installed
 from ompq.user_functions import is_user_function, user_function
@@ -106,7 +106,7 @@ def reconstruction(
                 f"--protocol {protocol} does not tune networks; omit --tune-epochs"
             )
         tuning = TuningConfig(epochs=epochs, always=True) if epochs else None
-    return replace(changed(config, run), tuning=tuning)
+    return replace(apply_options(config, run), tuning=tuning)
 
 
 def calibration_count(run: RunOptions, inputs: Data) -> int:
@@ -239,7 +239,7 @@ def run_quantize(
         learning = reconstruction(run, inputs, planning.protocol)
         search = None
         if goal is None:
-            plan, network = _quantized(work, source, inputs, run, planning)
+            plan, network = _make_quantized(work, source, inputs, run, planning)
         else:
             plan = make_plan(planning, work, source, inputs)
             search = work.smallest(
@@ -262,7 +262,7 @@ def run_quantize(
     return view
 
 
-def _quantized(
+def _make_quantized(
     work: Workflow,
     source: Plan | Allocation | Budget,
     inputs: Data,
@@ -440,7 +440,7 @@ def _images(
     with console.stage("reading images") as progress:
         images = training_data(inputs, device=device, progress=progress)
     if isinstance(images, HeldSet):
-        labelled((images.inputs, images.targets), class_indices=class_indices)
+        as_labelled((images.inputs, images.targets), class_indices=class_indices)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     checked_length(images, config, processes, device)
     check_installed(config)
@@ -467,7 +467,7 @@ def _prepare(
         return
     samples = read_samples(inputs, calibration_count(run, inputs), console)
     work = Workflow(model.module, samples, console.stages, cache)
-    plan, network = _quantized(work, source, inputs, run, planning)
+    plan, network = _make_quantized(work, source, inputs, run, planning)
     plan.save(run.folder / PLAN)
     save(network, start, plan=plan, network=model.name)
     (run.folder / CHECKPOINT).unlink(missing_ok=True)
@@ -512,7 +512,7 @@ def run_evaluate(
     if packed is None:
         model = load_network(sources, console)
     else:  # the packed file holds all weights; the float ones are not needed
-        with muted():
+        with mute_warnings():
             model = load_network(replace(sources, weights="none"), console)
         module = load(packed, model.module)
         model = replace(model, module=module, weights=str(packed))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ompq.amounts import counted, digits, in_bytes
+from ompq.amounts import digits, in_bytes, short_count
 from ompq.budgets import Budget
 from ompq.cli.console import Column, Console, Shown, View
 from ompq.cli.options import (
@@ -19,7 +19,7 @@ from ompq.cli.options import (
 )
 from ompq.cli.views import cost_columns, plan_view, top1_text
 from ompq.cost_tables import FILES
-from ompq.errors import PlanError, shortened
+from ompq.errors import PlanError, shorten
 from ompq.evaluation_result import Evaluation
 from ompq.files import PLAN, RESULT
 from ompq.network.units import Choice, select
@@ -148,7 +148,7 @@ def run_compare(
         if differing:
             raise PlanError(
                 f"{entries[0].name} and {entry.name} are of different networks: "
-                f"{len(differing)} units differ ({shortened(differing)})"
+                f"{len(differing)} units differ ({shorten(differing)})"
             )
     if page is not None:
         with console.stage("writing the report") as progress:
@@ -232,7 +232,7 @@ def _totals_columns(entries: Sequence[Entry]) -> list[Column]:
         Column("budget", [str(plan.budget) for plan in plans], rank=3),
         Column("size", [in_bytes(plan.totals["bytes"]) for plan in plans]),
         Column("bits", [f"{plan.totals['average_bits']:.3f}" for plan in plans]),
-        Column("BOPs", [counted(plan.totals["bit_ops"]) for plan in plans], rank=2),
+        Column("BOPs", [short_count(plan.totals["bit_ops"]) for plan in plans], rank=2),
     ]
     columns += _damage_columns(entries)
     if any(entry.evaluation for entry in entries):
@@ -268,7 +268,7 @@ def _bits_columns(
     columns = [
         Column("layer", list(differing), "left", shorten=True),
         Column("kind", [unit.kind for unit in units], "left", rank=2),
-        Column("weights", [counted(unit.weights) for unit in units], rank=1),
+        Column("weights", [short_count(unit.weights) for unit in units], rank=1),
     ]
     for place, column in enumerate(zip(*differing.values(), strict=True), 1):
         cells = [bits.weight_text if one_width else str(bits) for bits in column]

@@ -7,10 +7,10 @@ from typing import Any
 
 from rich.text import Text
 
-from ompq.amounts import counted, digits, in_bytes, seconds as duration
+from ompq.amounts import digits, in_bytes, seconds as duration, short_count
 from ompq.cli.console import Column, Shown, View, facts
 from ompq.cost_tables import PURPOSES, readable
-from ompq.errors import shortened
+from ompq.errors import shorten
 from ompq.evaluation_result import Evaluation
 from ompq.network.units import Skipped
 from ompq.plans import Plan, refinement_summary, unit_rows
@@ -140,8 +140,8 @@ def plan_columns(plan: Plan) -> list[Column]:
         Column("layer", [unit.name for unit in units], "left", shorten=True),
         Column("kind", [unit.kind for unit in units], "left", rank=4),
         Column("shape", ["×".join(map(str, u.weight_shape)) for u in units], rank=6),
-        Column("params", [counted(unit.weights) for unit in units], rank=2),
-        Column("MACs", [counted(unit.macs) for unit in units], rank=3),
+        Column("params", [short_count(unit.weights) for unit in units], rank=2),
+        Column("MACs", [short_count(unit.macs) for unit in units], rank=3),
         Column("damage", [f"{row['damage']:.2e}" for row in rows], rank=1),
         Column("bits", [str(b) if several else b.weight_text for b in bits]),
         Column("bytes", [in_bytes(row["bytes"]) for row in rows]),
@@ -189,7 +189,7 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
             f"{sums['bits_per_parameter']:.2f} per parameter of the whole network, "
             f"activations {', '.join(map(str, widths))}",
         ),
-        ("BOPs", counted(sums["bit_ops"])),
+        ("BOPs", short_count(sums["bit_ops"])),
         ("damage", f"{plan.damage:.4g} by {plan.score_name}{gap}"),
     ]
     if plan.measured:
@@ -258,6 +258,6 @@ def reasons(skipped: Sequence[Skipped]) -> list[str]:
     for kind, entries in floats.items():
         names, numbers = zip(*entries, strict=True)
         verb, plural = "stay" if len(names) > 1 else "stays", "s" * (sum(numbers) > 1)
-        what = f"{sum(numbers):,} parameter{plural} ({shortened(names, 2)})"
+        what = f"{sum(numbers):,} parameter{plural} ({shorten(names, 2)})"
         lines.append(f"{len(names)} {kind} {verb} float: {what}")
-    return lines + [f"{shortened(names, 3)}: {why}" for why, names in others.items()]
+    return lines + [f"{shorten(names, 3)}: {why}" for why, names in others.items()]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import v2
 
-from ompq.errors import DataError, SampleError, check_counts, shortened, suggestion
+from ompq.errors import DataError, SampleError, check_counts, shorten, suggestion
 from ompq.models.named_models import NamedModel
 from ompq.user_functions import reason
 
@@ -97,7 +97,7 @@ def _split_folder(folder: Path, split: str) -> Path:
 def _classified(nested: dict[str, list[Path]]) -> ImageFiles:
     empty = [name for name, files in nested.items() if not files]
     if empty:
-        _LOG.warning("%d classes have no images: %s", len(empty), shortened(empty))
+        _LOG.warning("%d classes have no images: %s", len(empty), shorten(empty))
     numbered = all(name.isdecimal() for name in nested)
     if numbered:
         index_of = {name: int(name) for name in nested}

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from ompq.datasets.distillation import distilled_samples
 from ompq.datasets.images import ImageFiles, decode_image, find_images, normalise
-from ompq.errors import DataError, DeviceMemoryError, check_counts, shortened
+from ompq.errors import DataError, DeviceMemoryError, check_counts, shorten
 from ompq.models.builtin_networks import demo_data
 from ompq.models.named_models import NamedModel, output_count, transformers_library
 from ompq.progress import Progress
@@ -158,7 +158,7 @@ class Data:
                     "%s: skipped what cannot be read (%d): %s",
                     self.name,
                     len(skipped),
-                    shortened(skipped),
+                    shorten(skipped),
                 )
 
     def _read(self, position: int) -> Item | DataError:
@@ -315,7 +315,7 @@ def _class_problem(images: ImageFiles, model: NamedModel) -> str | None:
         )
     if not images.numbered and count != outputs:
         return (
-            f"there are {count} class folders ({shortened(images.classes)}), "
+            f"there are {count} class folders ({shorten(images.classes)}), "
             f"but {model.name} has {outputs} outputs"
         )
     return None

@@ -49,7 +49,7 @@ def pack_bits(codes: Codes, bits: int) -> Codes:
     packed = np.empty((words, bits), np.uint8)
     for start in range(0, words, _CHUNK):
         part = flat[start * _TOGETHER : (start + _CHUNK) * _TOGETHER]
-        word = _squeezed(_padded(part, _TOGETHER).view(_WORD), bits)
+        word = _squeeze(_pad(part, _TOGETHER).view(_WORD), bits)
         packed[start : start + _CHUNK] = word.view(np.uint8).reshape(-1, 8)[:, :bits]
     return packed.reshape(-1)[: stream_length(flat.size, bits)]
 
@@ -66,7 +66,7 @@ def unpack_bits(packed: Codes, bits: int, shape: Sequence[int]) -> Codes:
     words = ceil(count / _TOGETHER)
     codes = np.empty(words * _TOGETHER, np.uint8)
     for start in range(0, words, _CHUNK):
-        part = _padded(packed[start * bits : (start + _CHUNK) * bits], bits)
+        part = _pad(packed[start * bits : (start + _CHUNK) * bits], bits)
         word = np.zeros((len(part) // bits, 8), np.uint8)
         word[:, :bits] = part.reshape(-1, bits)
         spread = _spread(word.reshape(-1).view(_WORD), bits)
@@ -74,7 +74,7 @@ def unpack_bits(packed: Codes, bits: int, shape: Sequence[int]) -> Codes:
     return codes[:count].reshape(shape)
 
 
-def _squeezed(word: NDArray[Any], bits: int) -> NDArray[Any]:
+def _squeeze(word: NDArray[Any], bits: int) -> NDArray[Any]:
     """Move the codes of each word, one a byte, together; (W,) → (W,)."""
     word = (word & _LOWER_BYTES) | ((word & ~_LOWER_BYTES) >> np.uint64(8 - bits))
     word = (word & _LOWER_PAIRS) | ((word & ~_LOWER_PAIRS) >> np.uint64(16 - 2 * bits))
@@ -92,6 +92,6 @@ def _spread(word: NDArray[Any], bits: int) -> NDArray[Any]:
     return word
 
 
-def _padded(values: Codes, multiple: int) -> Codes:
+def _pad(values: Codes, multiple: int) -> Codes:
     missing = -len(values) % multiple
     return np.pad(values, (0, missing)) if missing else values

@@ -158,7 +158,7 @@ class CodeModel:
     def size(self, codes: Codes) -> int:
         """Return the bytes that codes take with this model, or slightly more."""
         bits, planes = self.bits, _planes(codes)
-        counts = _counted(planes, self._classes(planes), self.width, len(bits))
+        counts = _count_codes(planes, self._classes(planes), self.width, len(bits))
         used = counts > 0
         total = counts[used] @ bits[used] + _LOST_BITS * codes.size
         for numbers, width in zip(self._numbers(), (1, 8), strict=True):
@@ -245,7 +245,7 @@ def encode(codes: Codes) -> bytes:
     for part, classes in parts:
         for some, kinds in _chunks(part, classes):
             symbols = some.astype(np.int32) - model.low
-            for places, _, distribution in _grouped(kinds, model._distributions):
+            for places, _, distribution in _group_codes(kinds, model._distributions):
                 encoder.encode(symbols[places], distribution)
     encoder.encode(_checksum(planes), _CHECKSUM)
     return bytes(encoder.get_compressed().astype("<u4").tobytes())
@@ -284,7 +284,9 @@ def _read_codes(decoder: Any, model: CodeModel, planes: Codes) -> None:
     for part, classes in parts:
         read = part if part.flags.c_contiguous else np.empty(part.shape, np.uint8)
         for some, kinds in _chunks(read, classes):
-            for places, amount, distribution in _grouped(kinds, model._distributions):
+            for places, amount, distribution in _group_codes(
+                kinds, model._distributions
+            ):
                 some[places] = decoder.decode(distribution, amount)
             some += np.uint8(model.low)
         if read is not part:
@@ -335,13 +337,13 @@ def _tables(
     found = {}
     for tried in (width, _BY_ROWS) if alike else (width,):
         contexts = _contexts(planes, centre, rows, columns, tried)
-        found[tried] = _counted(planes, contexts, tried, _context_count(tried))
+        found[tried] = _count_codes(planes, contexts, tried, _context_count(tried))
     if width:
         found[0] = found[width].reshape(_SIDES, -1, 256).sum(0)
     return found
 
 
-def _counted(
+def _count_codes(
     planes: Codes, kinds: Iterable[NDArray[Any]], width: int, count: int
 ) -> Ints:
     """Count each code in each class or context, (count, 256)."""
@@ -359,7 +361,7 @@ def _chunks(part: Codes, classes: Codes) -> Iterator[tuple[Codes, Codes]]:
         yield flat[cut], kinds[cut]
 
 
-def _grouped(
+def _group_codes(
     kinds: Codes, distributions: Sequence[Any]
 ) -> Iterator[tuple[Any, int, Any]]:
     """Yield where the codes of each class are, how many, and their distribution."""

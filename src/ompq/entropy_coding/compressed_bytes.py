@@ -22,7 +22,7 @@ SQUEEZABLE: dict[str, np.dtype[Any]] = {
 }
 
 
-def squeezed(values: NDArray[Any]) -> bytes | None:
+def squeeze(values: NDArray[Any]) -> bytes | None:
     """Return numbers compressed without loss, or None if that is no smaller."""
     planes = np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.itemsize).T
     found = lzma.compress(planes.tobytes(), lzma.FORMAT_RAW, filters=_FILTERS)

@@ -213,13 +213,13 @@ def rate_curve(weight: Tensor) -> RateCurve:
     if size == 0:
         return RateCurve(np.ones(1), np.zeros(1), np.zeros(1))
     sample = subsample(rows.reshape(1, -1), _SAMPLED)
-    bits, noise = np.array([_rounded(sample, step) for step in steps]).T
+    bits, noise = np.array([_rate_and_noise(sample, step) for step in steps]).T
     bits *= _coder_gain(weight, steps, bits)
     # Interpolation needs bits that never rise.
     return RateCurve(steps, np.minimum.accumulate(bits), noise)
 
 
-def _rounded(sample: Tensor, step: float) -> tuple[float, float]:
+def _rate_and_noise(sample: Tensor, step: float) -> tuple[float, float]:
     """Return bits per weight, by frequency, and the noise-to-signal ratio."""
     codes = coded_codes(sample, step)
     error = (codes.float() - ZERO) * step - sample
@@ -353,11 +353,11 @@ def scale_multiples(scales: Tensor) -> tuple[Tensor, Tensor]:
     return unit.float().reshape(1), places.to(torch.uint8)
 
 
-def multiplied(unit: Tensor, places: Tensor) -> Tensor:
+def multiply_scales(unit: Tensor, places: Tensor) -> Tensor:
     """Return the scales that :func:`scale_multiples` describes, float32 (C,)."""
     return unit * _MULTIPLES.to(unit)[places.long()]
 
 
 def to_multiples(scales: Tensor) -> Tensor:
     """Return scales (C,), rounded to what a packed file holds for a coded layer."""
-    return multiplied(*scale_multiples(scales)).to(scales.dtype)
+    return multiply_scales(*scale_multiples(scales)).to(scales.dtype)

@@ -127,7 +127,7 @@ def float_rescaled(sums: Tensor, ratio: Dyadic, zero_point: int = 0) -> Tensor:
     with the ratio (of :func:`float_dyadic`), which are then rounded to integers.
     """
     product = _as_float32(_as_float32(sums.long()) * ratio.multiplier)
-    return rescaled(product, ratio.shift) + zero_point
+    return rescale(product, ratio.shift) + zero_point
 
 
 def _as_float32(values: Tensor) -> Tensor:
@@ -135,10 +135,10 @@ def _as_float32(values: Tensor) -> Tensor:
     powers = torch.ones(63, dtype=torch.int64) << torch.arange(63)
     width = torch.bucketize(values.abs().contiguous(), powers, right=True)
     excess = (width - _FLOAT_BITS).clamp(min=0)
-    return rescaled(values, excess) << excess
+    return rescale(values, excess) << excess
 
 
-def rescaled(product: Tensor, shift: Tensor, zero_point: int = 0) -> Tensor:
+def rescale(product: Tensor, shift: Tensor, zero_point: int = 0) -> Tensor:
     """Return ``product / 2^shift + zero_point`` rounded half to even, int64.
 
     The product is below 2^62 in magnitude. Halves round to an even code, that is, after
@@ -294,7 +294,7 @@ def _coarsening(rows: Tensor, bias: Tensor, source: CodeGrid) -> Tensor:
     return excess.log2().ceil().clamp(min=0)
 
 
-def padded(x: Tensor, sides: Sequence[Pair], value: int = 0) -> Tensor:
+def pad_integers(x: Tensor, sides: Sequence[Pair], value: int = 0) -> Tensor:
     """Return integers (N, ...) padded before and after each dimension but the first."""
     if not any(before or after for before, after in sides):
         return x

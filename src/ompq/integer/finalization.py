@@ -15,7 +15,7 @@ from ompq.integer.lowering import Steps, code_grid, lower
 from ompq.integer.operators import Operator, Requantize, Step, layer_weight
 from ompq.layers import QuantizedLayer, activation_quantizers, quantized_layers
 from ompq.network.folding import channel_axis
-from ompq.network.observation import copied
+from ompq.network.observation import copy_network
 from ompq.quantization.activation_sites import Link
 from ompq.quantization.record import keep_rates, quantization_of, with_quantization
 from ompq.samples import Samples, SamplesLike, usual_settings
@@ -66,7 +66,7 @@ def finalize(
         QuantizationError: The named operation has no integer kernel.
     """
     record, samples = quantization_of(quantized), Samples.of(samples)
-    result = copied(quantized)
+    result = copy_network(quantized)
     for layer in quantized_layers(result).values():
         layer.stretched = stretched
     steps = lower(result, samples)
@@ -83,7 +83,9 @@ def finalize(
     return with_quantization(result, replace(record, links=links))
 
 
-def finalized(quantized: nn.Module, samples: SamplesLike) -> tuple[nn.Module, str]:
+def finalize_if_possible(
+    quantized: nn.Module, samples: SamplesLike
+) -> tuple[nn.Module, str]:
     """Finalize a network if possible; also return which arithmetic it uses.
 
     A network with an operation that has no integer kernel is returned unchanged, with a

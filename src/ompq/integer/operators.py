@@ -24,8 +24,8 @@ from ompq.integer.arithmetic import (
     dyadic,
     float_dyadic,
     float_rescaled,
-    padded,
-    rescaled,
+    pad_integers,
+    rescale,
     taps,
 )
 from ompq.layers import (
@@ -75,7 +75,7 @@ class Operator:
     def rescale(self, sums: Tensor, ratio: Dyadic, target: CodeGrid) -> Tensor:
         """Return the unclipped codes of sums on the target grid, int64."""
         product = sums.long() * ratio.multiplier
-        return rescaled(product, ratio.shift, target.zero_point)
+        return rescale(product, ratio.shift, target.zero_point)
 
     def largest(self, sources: Sequence[CodeGrid]) -> float:
         """Return the largest magnitude that a result can have."""
@@ -258,7 +258,7 @@ class Convolution(Layer):
     def compute(self, values: list[Tensor]) -> Tensor:
         """Return the sums of products with the bias, (N, O, H', W')."""
         top, left, bottom, right = self.padding
-        x = padded(values[0], ((0, 0), (top, bottom), (left, right)))
+        x = pad_integers(values[0], ((0, 0), (top, bottom), (left, right)))
         weight = self.weight.values.int()
         window = (weight.shape[2], weight.shape[3])
         parts = list(taps(x, window, self.stride, self.dilation))
@@ -323,8 +323,8 @@ class Sum(Operator):
         """Add both products and shift the sum."""
         product = (sums.long() * ratio.multiplier).sum(-1)
         if target.bits > SUM_BITS:  # exact as floats, too, so halves are as frequent
-            return rescaled(product, ratio.shift) + target.zero_point
-        return rescaled(product, ratio.shift, target.zero_point)
+            return rescale(product, ratio.shift) + target.zero_point
+        return rescale(product, ratio.shift, target.zero_point)
 
     def possible_results(self, sources: Sequence[CodeGrid]) -> Tensor | None:
         """Return the sums of all pairs of values, unless there are too many."""
@@ -429,7 +429,7 @@ class Average(Operator):
         if self.whole:
             return x.sum((2, 3), keepdim=True)
         rows, columns = self.padding
-        x = padded(x, ((0, 0), (rows, rows), (columns, columns)))
+        x = pad_integers(x, ((0, 0), (rows, rows), (columns, columns)))
         return torch.stack(list(taps(x, self.window, self.stride, (1, 1)))).sum(0)
 
     def possible_results(self, sources: Sequence[CodeGrid]) -> Tensor | None:
@@ -476,7 +476,7 @@ class MaxPool(Operator):
         rows, columns = self.padding
         sides = ((0, 0), (rows, ends[0]), (columns, ends[1]))
         # Padding with the lowest integer never wins over a value of the image.
-        x = padded(x, sides, torch.iinfo(x.dtype).min)
+        x = pad_integers(x, sides, torch.iinfo(x.dtype).min)
         largest, *others = taps(x, self.window, self.stride, self.dilation)
         for other in others:
             largest = torch.maximum(largest, other)
@@ -674,7 +674,7 @@ class Pad(Operator):
 
     def compute(self, values: list[Tensor]) -> Tensor:
         """Return the padded tensor."""
-        return padded(values[0], self.sides)
+        return pad_integers(values[0], self.sides)
 
     def node(self) -> Node:
         """Return a Pad of codes."""

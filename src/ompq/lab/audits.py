@@ -21,7 +21,7 @@ from ompq.configs import PlanConfig, QuantizeConfig
 from ompq.errors import PlanError
 from ompq.evaluation import Metric, evaluate
 from ompq.measurement import Meter
-from ompq.network.observation import copied
+from ompq.network.observation import copy_network
 from ompq.network.units import Choice, by_bits
 from ompq.planning import plan as make_plan
 from ompq.plans import Plan
@@ -279,15 +279,15 @@ def audit(  # noqa: PLR0913 - the last five are optional
     make = partial(make_plan, model, calibration.first(64), budget, cache=cache)
     # Units are tied as the settings ask, and not as the granularity of a score.
     neutral = make(replace(config.plan, score="smallest_first"))
-    candidates = _checked(neutral, others or {}, config)
+    candidates = _check_allocations(neutral, others or {}, config)
     plans = {}
     for score in config.scores:
         name = score_name(score)
         settings = replace(config.plan, score=score)
-        plans[name] = make(settings, progress=_prefixed(report, name))
+        plans[name] = make(settings, progress=_with_prefix(report, name))
     candidates = {
         **{name: one.allocation for name, one in plans.items()},
-        **_sampled(neutral, config),
+        **_sample_allocations(neutral, config),
         **_uniform(neutral),
         **candidates,
     }
@@ -331,12 +331,12 @@ def audit(  # noqa: PLR0913 - the last five are optional
     return _summary(neutral, plans, measured, config)
 
 
-def _prefixed(report: Progress, name: str) -> Progress:
+def _with_prefix(report: Progress, name: str) -> Progress:
     """Return a callback whose messages begin with a name."""
     return lambda done, total, message: report(done, total, f"{name}: {message}")
 
 
-def _checked(
+def _check_allocations(
     plan: Plan, others: Mapping[str, Allocation], config: AuditConfig
 ) -> dict[str, Allocation]:
     """Return the caller's allocations, if they can be measured and told apart."""
@@ -352,7 +352,7 @@ def _checked(
     return dict(others)
 
 
-def _sampled(plan: Plan, config: AuditConfig) -> dict[str, Allocation]:
+def _sample_allocations(plan: Plan, config: AuditConfig) -> dict[str, Allocation]:
     """Return random allocations by name."""
     rng = np.random.default_rng(config.seed)
     count = range(config.allocations)
@@ -415,7 +415,7 @@ def _orthogonality(
     """
     if not count:
         return None
-    network = copied(meter.model)
+    network = copy_network(meter.model)
     with torch.no_grad():
         for unit in plan.graph.units:
             [rounded] = rounded_weights(meter.model, unit, [bits[unit.name]])

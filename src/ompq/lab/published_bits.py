@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ompq.allocation.problem import Allocation
-from ompq.errors import PlanError, shortened, suggestion
+from ompq.errors import PlanError, shorten, suggestion
 from ompq.network.units import Choice
 from ompq.schema import json_object, read_json
 
@@ -53,6 +53,6 @@ def published_bits(name: str) -> Allocation:
     if name not in known:
         raise PlanError(
             f"there is no published list {name!r}{suggestion(name, known)}; there are "
-            f"{shortened([*known])}"
+            f"{shorten([*known])}"
         )
     return known[name].allocation

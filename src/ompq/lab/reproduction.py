@@ -47,7 +47,7 @@ from ompq.errors import (
     ModelError,
     OmpqError,
     PatternError,
-    shortened,
+    shorten,
     suggestion,
 )
 from ompq.evaluation import is_class_indices
@@ -62,7 +62,7 @@ from ompq.models.builtin_networks import CIFAR_NETWORKS
 from ompq.models.named_models import NamedModel
 from ompq.network.attention import with_layers
 from ompq.network.graph import trace
-from ompq.network.observation import copied
+from ompq.network.observation import copy_network
 from ompq.network.units import Choice, select
 from ompq.planning import free_choices
 from ompq.plans import Plan
@@ -157,7 +157,7 @@ def _results(bench: Bench, rows: str, console: Console) -> dict[str, Any]:
     experiment = bench.experiment
     wanted = [row for row in experiment.rows if fnmatchcase(row.name, rows)]
     if not wanted:
-        names = shortened([row.name for row in experiment.rows])
+        names = shorten([row.name for row in experiment.rows])
         raise ValueError(
             f"no row of {experiment.name} matches {rows!r}; it has {names}"
         )
@@ -168,7 +168,7 @@ def _results(bench: Bench, rows: str, console: Console) -> dict[str, Any]:
         path = bench.folder / f"{name}.json"
         # A row whose settings have changed is measured again.
         identity = hashlib.sha256(repr(row).encode()).hexdigest()[:16]
-        found = _saved(path, identity, bench.about)
+        found = _read_result(path, identity, bench.about)
         if row in wanted and (found is None or "skipped" in found):
             start = time.perf_counter()
             try:
@@ -187,7 +187,7 @@ def _write(path: Path, data: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(data, indent=1) + "\n")
 
 
-def _saved(path: Path, identity: str, about: Mapping[str, Any]) -> Any:
+def _read_result(path: Path, identity: str, about: Mapping[str, Any]) -> Any:
     """Return the saved result of a row; None if there is none for its settings."""
     if not path.exists():
         return None
@@ -216,11 +216,11 @@ def _network(row: Row, bench: Bench) -> dict[str, Any]:
         return _channels(row, bench)
     samples = _samples(row, bench)
     work = bench.work(samples)
-    plan = planned(row, bench, samples)
+    plan = plan_row(row, bench, samples)
     base = QUANTIZE_PROTOCOLS.get(row.protocol, QuantizeConfig())
     network = work.quantize(plan, replace(base, **row.quantize))
     if row.train is not None:
-        network = _trained(row, network, bench, bench.model.module)
+        network = _train(row, network, bench, bench.model.module)
     elif row.reconstruct:
         iterations = 4 if bench.quick else None
         name, seed = bench.model.name, bench.seed
@@ -228,7 +228,7 @@ def _network(row: Row, bench: Bench) -> dict[str, Any]:
         checkpoint = bench.folder / f"{row.name}.safetensors"
         network = work.reconstruct(network, config, checkpoint=checkpoint)
         checkpoint.unlink(missing_ok=True)
-    return {**_finalized(work, network, bench), **_sizes(plan, network)}
+    return {**_finalize(work, network, bench), **_sizes(plan, network)}
 
 
 def _float(_row: Row, bench: Bench) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def _float(_row: Row, bench: Bench) -> dict[str, Any]:
     graph = trace(bench.model.module, bench.samples[:1])
     costs = cost_tables(graph, [Choice(FLOAT_BITS, FLOAT_BITS)])
     return {
-        **_evaluated(bench.work(), bench.model.module, bench),
+        **_evaluate(bench.work(), bench.model.module, bench),
         "mib": costs["bytes"].reference / 2**20,
         "bit_ops": costs["bit_ops"].total(np.zeros(len(graph), np.intp)),
     }
@@ -257,7 +257,7 @@ def _samples(row: Row, bench: Bench) -> Samples:
     return Samples.of(made)
 
 
-def planned(row: Row, bench: Bench, samples: Samples | None = None) -> Plan:
+def plan_row(row: Row, bench: Bench, samples: Samples | None = None) -> Plan:
     """Return the plan of a row.
 
     A network other than the paper's may not reach the same fraction of its float size;
@@ -326,9 +326,7 @@ def _cache(row: Row, config: PlanConfig, bench: Bench) -> Path | None:
     return bench.folder.parent / _TABLES
 
 
-def _trained(
-    row: Row, network: nn.Module, bench: Bench, teacher: nn.Module
-) -> nn.Module:
+def _train(row: Row, network: nn.Module, bench: Bench, teacher: nn.Module) -> nn.Module:
     config = replace(TRAIN_PROTOCOLS[str(row.train)], seed=bench.seed)
     batches: Any
     if bench.quick:
@@ -368,16 +366,16 @@ def _channels(row: Row, bench: Bench) -> dict[str, Any]:
         seed=bench.seed,
     )
     work = replace(bench.work(), model=made.model)
-    network = _trained(row, work.quantize(made.plan), bench, made.model)
-    return {**_finalized(bench.work(), network, bench), **_sizes(made.plan, network)}
+    network = _train(row, work.quantize(made.plan), bench, made.model)
+    return {**_finalize(bench.work(), network, bench), **_sizes(made.plan, network)}
 
 
-def _finalized(work: Workflow, network: nn.Module, bench: Bench) -> dict[str, Any]:
+def _finalize(work: Workflow, network: nn.Module, bench: Bench) -> dict[str, Any]:
     final, arithmetic = work.finalize(network)
-    return {**_evaluated(work, final, bench), "arithmetic": arithmetic}
+    return {**_evaluate(work, final, bench), "arithmetic": arithmetic}
 
 
-def _evaluated(work: Workflow, network: nn.Module, bench: Bench) -> dict[str, Any]:
+def _evaluate(work: Workflow, network: nn.Module, bench: Bench) -> dict[str, Any]:
     found = work.evaluate(network, bench.judged).to_json()
     names = ("top1", "drop", "drop_error", "divergence", "agreement", "count")
     return {name: found[name] for name in names}
@@ -400,17 +398,17 @@ def _sizes(plan: Plan, network: nn.Module | None = None) -> dict[str, Any]:
 
 def _plan(row: Row, bench: Bench) -> dict[str, Any]:
     images = min(bench.plan_samples, len(bench.samples))
-    return {**_sizes(planned(row, bench)), "images": images}
+    return {**_sizes(plan_row(row, bench)), "images": images}
 
 
 def _orthogonality(row: Row, bench: Bench) -> dict[str, Any]:
     """Round to random bits, and compare orthogonality with accuracy."""
-    plan = planned(row, bench)
+    plan = plan_row(row, bench)
     bits = {n: choice.weight for n, choice in plan.allocation.items()}
-    rounded = _rounded(bench, bits)
+    rounded = _round_weights(bench, bits)
     few = bench.samples[: bench.plan_samples]
     matrix = measure_orm(plan.graph, rounded, few).matrix
-    found = _evaluated(bench.work(), rounded, bench)
+    found = _evaluate(bench.work(), rounded, bench)
     # ORM is 1 where functions depend on each other: what is missing is orthogonality.
     return {**found, **_sizes(plan), "orthogonality": float((1 - matrix).sum())}
 
@@ -422,7 +420,7 @@ def _layer(row: Row, bench: Bench) -> dict[str, Any]:
     step = max(1, len(graph) // _LAYERS)
     found = {}
     for unit in graph.units[step // 2 :: step][:_LAYERS]:
-        rounded = _rounded(bench, {unit.name: int(row.at or 0)})
+        rounded = _round_weights(bench, {unit.name: int(row.at or 0)})
         result = measure_orm(graph, rounded, few)
         others = max(len(result.labels) - 1, 1)
         gamma = float(result.gamma[graph.names.index(unit.name)])
@@ -430,9 +428,9 @@ def _layer(row: Row, bench: Bench) -> dict[str, Any]:
     return {"layers": found}
 
 
-def _rounded(bench: Bench, bits: Mapping[str, int]) -> nn.Module:
+def _round_weights(bench: Bench, bits: Mapping[str, int]) -> nn.Module:
     """Return a copy of the network in which only these weights are rounded."""
-    network = with_layers(copied(bench.model.module), bench.samples)
+    network = with_layers(copy_network(bench.model.module), bench.samples)
     graph = trace(network, bench.samples[:1])
     with torch.no_grad():
         for name, width in bits.items():
@@ -588,9 +586,9 @@ def reproduce(
     if skipped and strict:
         raise DataError(
             f"{len(skipped)} of {len(results)} rows were not run, and {table} says "
-            f"why: {shortened(skipped)}. Omit --strict to accept that"
+            f"why: {shorten(skipped)}. Omit --strict to accept that"
         )
-    left = f", {len(skipped)} of them not run: {shortened(skipped)}" if skipped else ""
+    left = f", {len(skipped)} of them not run: {shorten(skipped)}" if skipped else ""
     line = f"{experiment.name}: {len(results)} rows{left}, {', '.join(names)}"
     return View({"rows": results, "files": names, "skipped": skipped}, line)
 

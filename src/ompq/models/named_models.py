@@ -24,7 +24,7 @@ from ompq.models.builtin_networks import (
     IMAGENET_STD,
 )
 from ompq.models.weight_files import check_weights, load_weights
-from ompq.network.observation import copied
+from ompq.network.observation import copy_network
 from ompq.samples import evaluating, first_tensor, model_device
 from ompq.user_functions import call_user_function, is_user_function, reason
 
@@ -136,7 +136,7 @@ def _build(name: str, *, pretrained: bool) -> NamedModel:
             raise ModelError(
                 f"{name} returned {type(module).__name__}; it must return an nn.Module"
             )
-        return _described(module, name)
+        return _describe(module, name)
     if name in BUILTIN:
         return _from_package(name, pretrained=pretrained)
     if source == "torchvision":
@@ -163,7 +163,7 @@ def _hint(name: str) -> str:
 
 
 def _from_package(name: str, *, pretrained: bool) -> NamedModel:
-    model = _described(BUILTIN[name](), name)
+    model = _describe(BUILTIN[name](), name)
     if not pretrained:
         return model
     if name != "ompq:demo":
@@ -263,7 +263,7 @@ def _from_transformers(name: str, source: str, *, pretrained: bool) -> NamedMode
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{name} cannot be built: {reason(error)}") from error
     origin = source if local else f"transformers {source}"
-    described = _described(_linearized(module), name)
+    described = _describe(_linearize(module), name)
     return replace(described, weights=origin, tokenizer=source)
 
 
@@ -282,10 +282,10 @@ def with_linear_layers(model: nn.Module) -> nn.Module:
     GPT-2 and its relatives keep weights of shape (inputs, outputs) in layers called
     ``Conv1D``, which compute what linear layers do. Only linear layers are quantized.
     """
-    return _linearized(copied(model))
+    return _linearize(copy_network(model))
 
 
-def _linearized(model: nn.Module) -> nn.Module:
+def _linearize(model: nn.Module) -> nn.Module:
     for name, module in list(model.named_modules()):
         if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
             weight: Any = module.weight
@@ -297,7 +297,7 @@ def _linearized(model: nn.Module) -> nn.Module:
     return model
 
 
-def _described(module: nn.Module, name: str) -> NamedModel:
+def _describe(module: nn.Module, name: str) -> NamedModel:
     if isinstance(getattr(module, "pretrained_cfg", None), dict):
         return NamedModel(module=module, name=name, **_timm_preprocessing(module))
     if vocabulary := getattr(getattr(module, "config", None), "vocab_size", 0):

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ompq.errors import ModelError, shortened
+from ompq.errors import ModelError, shorten
 from ompq.network.graph import COUNTER
 from ompq.user_functions import reason
 
@@ -138,7 +138,7 @@ def check_weights(module: nn.Module, name: str) -> None:
     ]
     if bad:
         raise ModelError(
-            f"{name} has NaN or infinity in {shortened(bad)}; "
+            f"{name} has NaN or infinity in {shorten(bad)}; "
             "the weights are damaged: download or train them again"
         )
 
@@ -175,10 +175,10 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise ModelError(
             f"{path} cannot be read; it is damaged or cut short ({reason(error)})"
         ) from error
-    return _unwrapped(data, path)
+    return _unwrap(data, path)
 
 
-def _unwrapped(data: Any, path: Path) -> dict[str, Tensor]:
+def _unwrap(data: Any, path: Path) -> dict[str, Tensor]:
     for key in _WRAPPERS:
         if isinstance(data, Mapping) and isinstance(data.get(key), Mapping):
             data = data[key]
@@ -197,7 +197,7 @@ def _unwrapped(data: Any, path: Path) -> dict[str, Tensor]:
     ]
     if unusable:
         raise ModelError(
-            f"{path}: {shortened(unusable)} are sparse, quantized or without values; "
+            f"{path}: {shorten(unusable)} are sparse, quantized or without values; "
             "save dense float tensors"
         )
     for prefix in _PREFIXES:
@@ -224,6 +224,6 @@ def _compare(
             if value.is_floating_point() != expected.is_floating_point()
         ],
     }
-    texts = [f"{what} {shortened(keys)}" for what, keys in problems.items() if keys]
+    texts = [f"{what} {shorten(keys)}" for what, keys in problems.items() if keys]
     if texts:
         raise ModelError(f"{context}: {'; '.join(texts)}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ompq.network.observation import copied, watch
+from ompq.network.observation import copy_network, watch
 from ompq.samples import (
     Samples,
     SamplesLike,
@@ -169,7 +169,7 @@ def _attentions(model: nn.Module) -> dict[str, nn.MultiheadAttention]:
 
 def _rewritten(model: nn.Module, packed: Collection[str]) -> nn.Module:
     """Return a network with linear layers, one ``in_proj`` in modules of ``packed``."""
-    result = copied(model, share_weights=True)
+    result = copy_network(model, share_weights=True)
     for name, module in _attentions(result).items():
         _add_layers(module, packed=name in packed)
     for part in result.modules():

@@ -11,7 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ompq.network.units import Unit
 
 
-def normalised_by(model: nn.Module, unit: Unit) -> str:
+def output_module(model: nn.Module, unit: Unit) -> str:
     """Return the module whose output is the unit's after its batch norm.
 
     Batch norms of timm contain the activation that follows; the first module in them,

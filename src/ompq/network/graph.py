@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 
-from ompq.errors import OmpqError, QuantizationError, SampleError, TraceError, shortened
+from ompq.errors import OmpqError, QuantizationError, SampleError, TraceError, shorten
 from ompq.files import shown
 from ompq.network.attention import with_layers
 from ompq.network.blocks import find_blocks, find_stages
@@ -163,10 +163,10 @@ def find_units(
         names = [entry.name or itself for entry in skipped]
         raise TraceError(
             "no convolution or linear layer was called, so there is nothing to plan"
-            + (f"; skipped: {shortened(names)}" if names else "")
+            + (f"; skipped: {shorten(names)}" if names else "")
         )
     _check_weights(modules, recording)
-    units = _placed(modules, recording, units)
+    units = _place_units(modules, recording, units)
     named = {entry.name for entry in skipped} | {u.norm for u in units if u.norm}
     skipped += _float_layers(modules, units, named)
     skipped += _products(recording)
@@ -394,12 +394,12 @@ def _check_weights(modules: Mapping[str, nn.Module], recording: Recording) -> No
     broken = [key for key, good in pairs if not good]
     if broken:
         raise TraceError(
-            f"weights hold NaN or infinity in {shortened(broken)}; "
+            f"weights hold NaN or infinity in {shorten(broken)}; "
             "repair them, or load other weights"
         )
 
 
-def _placed(
+def _place_units(
     modules: Mapping[str, nn.Module], recording: Recording, units: Sequence[Unit]
 ) -> list[Unit]:
     """Add norm, activation, block and stage from neighbouring calls."""

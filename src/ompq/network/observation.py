@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from ompq.samples import Batch, attached, call, evaluating, in_this_thread, locked
+from ompq.samples import Batch, attached, call, evaluating, in_this_thread, lock_of
 from ompq.working_memory import release
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ def watched_modules(
                 after, register = partial(leave, name), module.register_forward_hook
                 yield register(in_this_thread(after), prepend=first, with_kwargs=True)
 
-    with locked(model), attached(hooks()):
+    with lock_of(model), attached(hooks()):
         yield
 
 
@@ -198,7 +198,7 @@ def function_name(function: Any) -> str:
     return _ALIASES.get(name, name)
 
 
-def _called(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _call_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     name = function_name(function)
     if name == "interpolate":
         mode = args[3] if len(args) > 3 else kwargs.get("mode", "nearest")
@@ -241,7 +241,7 @@ def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
     return _nested_alike(value, iter(tensors))
 
 
-def copied(model: nn.Module, *, share_weights: bool = False) -> nn.Module:
+def copy_network(model: nn.Module, *, share_weights: bool = False) -> nn.Module:
     """Return a copy of a network in which tensors kept by modules are detached.
 
     PyTorch refuses to copy a tensor with a graph, such as a cached feature. Parameters
@@ -331,7 +331,7 @@ class _Recorder:
         output: Any,
     ) -> None:
         read = [id(tensor) for tensor in tensors_in((args, kwargs))]
-        name = _called(function, args, kwargs)
+        name = _call_of(function, args, kwargs)
         if is_linear_map(name) or name == "embedding":
             self.scopes[-1].multiplied.update(read)
         made = list(tensors_in(output))

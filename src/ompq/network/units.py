@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ompq.bit_widths import CODED_BITS, GROUP_SIZES
-from ompq.errors import PatternError, shortened, suggestion
+from ompq.errors import PatternError, shorten, suggestion
 from ompq.schema import json_list, json_number, json_record, json_whole
 
 Table = NDArray[np.float64]
@@ -397,7 +397,7 @@ def _no_match(pattern: str, names: Sequence[str]) -> str:
     hint = suggestion(pattern, [*names, *(f"{name[:at]}.*" for name, at in dots)])
     return (
         f"{pattern!r} matches no unit{hint}; the {len(names)} units are "
-        f"{shortened(names)}"
+        f"{shorten(names)}"
     )
 
 

@@ -196,7 +196,9 @@ class Parts:
         return np.rint(biases / steps).astype("<i4")
 
 
-def hollowed(model: bytes, units: Mapping[str, StoredUnit], arrays: Arrays) -> bytes:
+def drop_weights(
+    model: bytes, units: Mapping[str, StoredUnit], arrays: Arrays
+) -> bytes:
     """Return an ONNX file, deflated, without constants that units can be made into.
 
     ``units`` says where the units are in ``arrays``, the packed file's tensors.
@@ -205,7 +207,7 @@ def hollowed(model: bytes, units: Mapping[str, StoredUnit], arrays: Arrays) -> b
         PackedFileError: It is not an ONNX file, or has none of the packed weights.
     """
     try:
-        proto = parsed_onnx(model)
+        proto = parse_onnx(model)
     except ValueError as error:
         raise PackedFileError(f"it is not an ONNX file ({error})") from error
     sources = _input_scales(proto)
@@ -282,7 +284,7 @@ def unpack(path: str | Path, output: str | Path) -> int:
             "ompq export FOLDER --format packed --with-graph -o FILE"
         )
     try:
-        content = _filled(with_squeezed(arrays))
+        content = _fill_in(with_squeezed(arrays))
     except MissingExtraError:
         raise
     except BROKEN as error:
@@ -295,7 +297,7 @@ def unpack(path: str | Path, output: str | Path) -> int:
     return len(content)
 
 
-def _filled(arrays: Arrays) -> bytes:
+def _fill_in(arrays: Arrays) -> bytes:
     """Return the complete ONNX file from a packed file's tensors."""
     deflated = arrays[GRAPH].astype(np.uint8).tobytes()
     whole = zlib.decompressobj().decompress(deflated, _LARGEST)
@@ -303,7 +305,7 @@ def _filled(arrays: Arrays) -> bytes:
     if len(text) > _LONGEST_TEXT:
         raise ValueError(f"{len(text)} bytes describe its units")
     listed = parse_json(text.decode(), MOST_NAMED)
-    proto = parsed_onnx(rest)
+    proto = parse_onnx(rest)
     units = [StoredUnit.from_json(one) for one in json_list(listed["units"], "units")]
     by_unit: dict[int, list[Any]] = {}
     for index, unit, recipe, *numbers in json_list(listed["made"], "made"):
@@ -321,7 +323,7 @@ def _filled(arrays: Arrays) -> bytes:
     return bytes(proto.SerializeToString(deterministic=True))
 
 
-def parsed_onnx(content: bytes) -> Any:
+def parse_onnx(content: bytes) -> Any:
     """Parse an ONNX file; a ValueError says what is wrong with it."""
     try:
         from google.protobuf.message import (  # type: ignore[import-untyped]

@@ -38,10 +38,10 @@ from ompq.entropy_coding.codec import decode, encode
 from ompq.entropy_coding.compressed_bytes import (
     SQUEEZABLE,
     SQUEEZED,
-    squeezed,
+    squeeze,
     with_squeezed,
 )
-from ompq.entropy_coding.rates import multiplied, scale_multiples, to_multiples
+from ompq.entropy_coding.rates import multiply_scales, scale_multiples, to_multiples
 from ompq.errors import PackedFileError
 from ompq.files import read_tensors, write_tensors
 from ompq.grids import STREAM_BITS, Grid, like_weight
@@ -198,7 +198,7 @@ def write_contents(path: str | Path, contents: Contents) -> None:
     tensors = vectors(contents)
     if any(Encoding.CODED in one.encoding for one in contents.units):
         for name in [name for name in SQUEEZABLE if name in tensors]:
-            if (smaller := squeezed(tensors[name].numpy())) is not None:
+            if (smaller := squeeze(tensors[name].numpy())) is not None:
                 tensors[name + SQUEEZED] = _byte_tensor(smaller)
                 del tensors[name]
     text = json.dumps(_structure(contents), separators=(",", ":"))
@@ -227,10 +227,10 @@ def vectors(contents: Contents) -> dict[str, Tensor]:
         *(t for t in map(_kept, state) if t.dtype == torch.float32),
     ]
     found = {
-        "codes": _joined(codes, torch.uint8),
-        "numbers": _joined(numbers, torch.float32),
-        "multiples": _joined([one.multiples for one in units], torch.uint8),
-        "halves": _joined(halves, torch.float16),
+        "codes": _join(codes, torch.uint8),
+        "numbers": _join(numbers, torch.float32),
+        "multiples": _join([one.multiples for one in units], torch.uint8),
+        "halves": _join(halves, torch.float16),
     }
     always = ("codes", "numbers")
     return {name: t for name, t in found.items() if len(t) or name in always}
@@ -269,7 +269,7 @@ def stored_units(units: Sequence[PackedUnit]) -> dict[str, StoredUnit]:
     }
 
 
-def _joined(parts: Sequence[Tensor], kind: torch.dtype) -> Tensor:
+def _join(parts: Sequence[Tensor], kind: torch.dtype) -> Tensor:
     return torch.cat([torch.empty(0, dtype=kind), *(p.flatten() for p in parts)])
 
 
@@ -459,7 +459,7 @@ def _read_units(
             zero_point = zero.reshape(shape).to(torch.float32) * zero_step(bits)
         if Encoding.MULTIPLES in how:
             places = multiples.take(prod(shape))
-            scale = multiplied(numbers.take(1), places)
+            scale = multiply_scales(numbers.take(1), places)
         else:
             scale = numbers.take(prod(shape))
         grid = Grid(scale.reshape(shape), zero_point, bits, unit.name in narrow)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ompq.budgets import Budget
 from ompq.costs import unit_bytes
 from ompq.entropy_coding.bit_packing import pack_bits
-from ompq.errors import PackedFileError, PlanError, QuantizationError, shortened
+from ompq.errors import PackedFileError, PlanError, QuantizationError, shorten
 from ompq.files import library_version, shown
 from ompq.grids import Grid
 from ompq.integer.links import link_layers
@@ -22,7 +22,7 @@ from ompq.network.attention import with_named_layers
 from ompq.network.graph import COUNTER, bias_key
 from ompq.network.observation import is_batch_norm
 from ompq.network.units import Unit
-from ompq.packed.embedded_graph import hollowed
+from ompq.packed.embedded_graph import drop_weights
 from ompq.packed.format import (
     Contents,
     PackedUnit,
@@ -79,7 +79,7 @@ def save(
         "versions": {"ompq": library_version(), "torch": torch.__version__},
         "plan": None if plan is None else _figures(plan, record),
     }
-    write_contents(path, _packed(quantized, record, about, coded=coded))
+    write_contents(path, _pack(quantized, record, about, coded=coded))
 
 
 @contextmanager
@@ -159,7 +159,7 @@ def add_onnx(path: str | Path, onnx: str | Path, output: str | Path) -> int:
     """
     contents = read_contents(path)
     try:
-        graph = _hollowed(Path(onnx).read_bytes(), contents)
+        graph = _drop_weights(Path(onnx).read_bytes(), contents)
     except PackedFileError as error:
         raise PackedFileError(f"{onnx} is not of {path}: {error}") from error
     write_contents(output, replace(contents, graph=graph))
@@ -173,15 +173,15 @@ def add_onnx(path: str | Path, onnx: str | Path, output: str | Path) -> int:
     return len(graph)
 
 
-def _hollowed(onnx: bytes, contents: Contents) -> bytes:
+def _drop_weights(onnx: bytes, contents: Contents) -> bytes:
     arrays = {name: part.numpy() for name, part in vectors(contents).items()}
-    return hollowed(onnx, stored_units(contents.units), arrays)
+    return drop_weights(onnx, stored_units(contents.units), arrays)
 
 
 def graph_bytes(quantized: nn.Module, onnx: bytes) -> int:
     """Return how many bytes a network's ONNX file would add to its packed file."""
     record = quantization_of(quantized)
-    return len(_hollowed(onnx, _packed(quantized, record, {}, coded=False)))
+    return len(_drop_weights(onnx, _pack(quantized, record, {}, coded=False)))
 
 
 def _figures(plan: Plan, record: Quantization) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def _figures(plan: Plan, record: Quantization) -> dict[str, Any]:
     if other:
         raise PlanError(
             f"the network has other bits than the plan in {len(other)} units "
-            f"({shortened(other)}); pass the plan that it was quantized by"
+            f"({shorten(other)}); pass the plan that it was quantized by"
         )
     return {
         "hash": plan.hash,
@@ -203,7 +203,7 @@ def _figures(plan: Plan, record: Quantization) -> dict[str, Any]:
     }
 
 
-def _packed(
+def _pack(
     quantized: nn.Module,
     record: Quantization,
     about: Mapping[str, Any],
@@ -224,7 +224,7 @@ def _packed(
     for unit in quantized_units(record):
         owner = quantized.get_submodule(unit.parameter.rpartition(".")[0])
         choice = record.allocation[unit.name]
-        one = _packed_unit(state, unit, choice.weight, owner)
+        one = _pack_unit(state, unit, choice.weight, owner)
         entropy_coded = coded or choice.rate > 0
         compact = entropy_coded or unit.group_size > 0
         units.append(one.compact(coded=entropy_coded) if compact else one)
@@ -244,12 +244,12 @@ def _warn_of_excess(units: Sequence[PackedUnit], record: Quantization) -> None:
         _logger.warning(
             "%s: coded weights take %d bytes more than planned, so the file may exceed "
             "its budget; quantize or reconstruct the network again",
-            shortened(names),
+            shorten(names),
             sum(over[name] for name in names),
         )
 
 
-def _packed_unit(
+def _pack_unit(
     state: Mapping[str, Tensor], unit: Unit, bits: int, owner: nn.Module
 ) -> PackedUnit:
     weight = state[unit.parameter].detach().cpu()
@@ -344,7 +344,7 @@ def _check(path: str | Path, differing: list[str]) -> None:
     if differing:
         raise PackedFileError(
             f"{path} was made for another network: {len(differing)} units or layers "
-            f"differ ({shortened(differing)})"
+            f"differ ({shorten(differing)})"
         )
 
 

@@ -17,7 +17,7 @@ from ompq.layers import (
     replace_module,
 )
 from ompq.network.folding import channel_axis, fold_norm
-from ompq.network.observation import copied
+from ompq.network.observation import copy_network
 from ompq.network.units import IN_PLACE, Choice, LayerGraph, Unit
 from ompq.quantization.activation_sites import ActivationSite
 from ompq.quantization.error_feedback import parameter_uses
@@ -61,7 +61,7 @@ def assemble(
 
     ``weight_grid`` is called with a unit's weight after folding its batch norm.
     """
-    quantized = copied(model).eval()
+    quantized = copy_network(model).eval()
     aliases = _aliases(quantized)
     uses = parameter_uses(quantized)
     for module in quantized.modules():

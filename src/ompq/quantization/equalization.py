@@ -33,7 +33,7 @@ from ompq.network.folding import channel_axis, scaled_channels
 from ompq.network.observation import (
     Call,
     Recording,
-    copied,
+    copy_network,
     function_name,
     tensors_in,
     watch,
@@ -184,11 +184,11 @@ def _best_factors(
 
 
 @torch.no_grad()
-def equalized(model: nn.Module, factors: Sequence[Equalized]) -> nn.Module:
+def equalize_channels(model: nn.Module, factors: Sequence[Equalized]) -> nn.Module:
     """Return a network with rescaled channels that computes the same function."""
     if not factors:
         return model
-    result = copied(model)
+    result = copy_network(model)
     for producer, consumer, exponents, shifts, first in factors:
         source, layer = (result.get_submodule(name) for name in (producer, consumer))
         if isinstance(layer, nn.Linear) and any(shifts):

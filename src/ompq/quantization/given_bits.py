@@ -6,7 +6,7 @@ from pathlib import Path
 from ompq.allocation.problem import Allocation
 from ompq.bit_widths import FLOAT_BITS
 from ompq.configs import Pin, QuantizeConfig
-from ompq.errors import PlanError, QuantizationError, shortened
+from ompq.errors import PlanError, QuantizationError, shorten
 from ompq.network.units import Choice, LayerGraph, select
 from ompq.plans import Plan, read_bits
 
@@ -44,7 +44,7 @@ def resolve_choices(
     missing = [name for name in graph.names if name not in plan]
     if missing:
         raise QuantizationError(
-            f"the allocation has no bits for {shortened(missing)}; "
+            f"the allocation has no bits for {shorten(missing)}; "
             'give them, or "*" for all (32 keeps a layer float)'
         )
     _check_storable(graph, plan)
@@ -60,7 +60,7 @@ def _check_storable(graph: LayerGraph, bits: Allocation) -> None:
     ]
     if wide:
         raise QuantizationError(
-            f"the weights of {shortened(wide)} are float64, but files hold their "
+            f"the weights of {shorten(wide)} are float64, but files hold their "
             "scales and biases as float32; give the network in float32: model.float()"
         )
 

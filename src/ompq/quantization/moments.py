@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ompq.layers import QuantizedLayer
-from ompq.network.folding import normalised_by, scaled_channels
+from ompq.network.folding import output_module, scaled_channels
 from ompq.network.observation import visit_outputs
 from ompq.network.units import Unit
 from ompq.samples import Samples, evaluating, model_device, run_batch
@@ -44,7 +44,7 @@ def float_moments(
     model: nn.Module, units: Sequence[Unit], samples: Samples, batch_size: int
 ) -> dict[str, Moments]:
     """Return the moments of units' outputs, after their batch norms, by name."""
-    modules = {u.name: model.get_submodule(normalised_by(model, u)) for u in units}
+    modules = {u.name: model.get_submodule(output_module(model, u)) for u in units}
     with evaluating(model):
         return output_moments(modules, batch_runs(model, samples, batch_size))
 

@@ -24,7 +24,7 @@ from ompq.quantization.assembly import assemble
 from ompq.quantization.calibration import READING, read_ranges, weigh_ranges
 from ompq.quantization.equalization import (
     Equalized,
-    equalized,
+    equalize_channels,
     find_factors,
     find_pairs,
 )
@@ -85,7 +85,7 @@ def quantize(
             batch_size=config.batch_size,
             report=lambda done, total: report(done, total, READING),
         )
-    model = equalized(model, factors)
+    model = equalize_channels(model, factors)
     sites, activation_grids = _calibrate(model, samples, sites, config, outputs, report)
     report(2, 4, ROUNDING)
     grams = weight_grams(model, graph, allocation, samples, config, report)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ompq.configs import BlockLossKind
 from ompq.errors import QuantizationError, SampleError
 from ompq.network.dataflow import call_flow
-from ompq.network.folding import normalised_by
+from ompq.network.folding import output_module
 from ompq.network.graph import observe
 from ompq.network.observation import ForwardPass, tensors_in, with_tensors
 from ompq.outputs import Outputs
@@ -316,7 +316,7 @@ class BlockRunner:
         if any(unit.calls != 1 for unit in units.values() if unit.block == block):
             self.close()  # a paused pass may already be past the first call
         # A lone unit ends after its norm, which is folded in the quantized network.
-        end = normalised_by(model, units[block]) if block in units else last or block
+        end = output_module(model, units[block]) if block in units else last or block
         with evaluating(quantized, model):
             arguments, layout = self._layouts(block, end)
             inputs, others, (targets,) = self._columns(block, end, arguments, layout)
@@ -433,7 +433,7 @@ class BlockRunner:
         return Arguments(example, layouts), layout_of(*shapes)
 
 
-def merged(
+def merge_blocks(
     model: nn.Module, blocks: Sequence[str], samples: Samples, most: int
 ) -> list[tuple[str, ...]]:
     """Group up to ``most`` consecutive blocks that can be reconstructed jointly.

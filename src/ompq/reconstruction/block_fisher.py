@@ -37,7 +37,7 @@ def fisher_weights(
     """
     generator = torch.Generator().manual_seed(rank())
     for batch in batches:
-        output, returned = _continued(model, end, batch)
+        output, returned = _rest_of_pass(model, end, batch)
         tensors, count = outputs.read(returned), batch_length(batch)
         if outputs.kinds == ("classes",):
             log_p = class_rows(tensors[0].float()).log_softmax(1)
@@ -85,7 +85,7 @@ def fisher_matrix(
     generator = torch.Generator().manual_seed(rank())
     total = torch.zeros((), dtype=torch.float64, device=device)
     for batch in batches:
-        output, returned = _continued(model, end, batch)
+        output, returned = _rest_of_pass(model, end, batch)
         features = outputs.features(outputs.read(returned), batch_length(batch))
         for draw in range(_SIGN_DRAWS):
             signs = [random_signs(one, generator) for one in features]
@@ -110,7 +110,7 @@ def clamp_positive(value: Tensor) -> Tensor:
     return value.clamp_min(torch.finfo(value.dtype).tiny)
 
 
-def _continued(model: nn.Module, end: str, batch: Batch) -> tuple[Tensor, Any]:
+def _rest_of_pass(model: nn.Module, end: str, batch: Batch) -> tuple[Tensor, Any]:
     """Return a block's output as a leaf, and what the network returns from it."""
     seen: list[Tensor] = []
 

@@ -13,15 +13,15 @@ from ompq.configs import (
     ReconstructConfig,
     RoundingConfig,
 )
-from ompq.errors import QuantizationError, shortened
+from ompq.errors import QuantizationError, shorten
 from ompq.layers import quantized_layers
 from ompq.network.attention import with_layers
 from ompq.network.graph import trace
-from ompq.network.observation import copied, tensors_in
+from ompq.network.observation import copy_network, tensors_in
 from ompq.offload import offloading, staying
 from ompq.parallel import copy_main, process_count, rank
 from ompq.progress import Progress
-from ompq.quantization.equalization import equalized
+from ompq.quantization.equalization import equalize_channels
 from ompq.quantization.moments import Moments, float_moments
 from ompq.quantization.record import (
     BlockError,
@@ -30,7 +30,7 @@ from ompq.quantization.record import (
     quantization_of,
     with_quantization,
 )
-from ompq.reconstruction.block_data import BlockRunner, merged
+from ompq.reconstruction.block_data import BlockRunner, merge_blocks
 from ompq.reconstruction.phases import Phase, ReconstructionMethod, float_activations
 from ompq.reconstruction.rounding import learn_rounding
 from ompq.reconstruction.tuning import tune, worth_tuning
@@ -80,9 +80,11 @@ def reconstruct(
     """
     record, samples = quantization_of(quantized), Samples.of(samples)
     _check_network(record, model, samples)
-    model = equalized(with_layers(model, samples), record.equalized)
-    result = copied(quantized).eval()
-    groups = merged(model, _learnable(result, record, config), samples, config.merge)
+    model = equalize_channels(with_layers(model, samples), record.equalized)
+    result = copy_network(quantized).eval()
+    groups = merge_blocks(
+        model, _learnable(result, record, config), samples, config.merge
+    )
     about = config, quantized.state_dict(), samples.runs
     done = _resume(result, store := Store.of(checkpoint, "reconstruction", *about))
     copy_main(result.state_dict().values())
@@ -114,7 +116,7 @@ def reconstruct(
                     fisher_rank=config.fisher_rank,
                     moments=phase.moments.get(group, {}),
                 )
-                block, seed = _joined(result, group), config.seed + 7919 * number
+                block, seed = _join(result, group), config.seed + 7919 * number
                 report = _block_progress(progress, len(done), total, name)
                 with staying(block):
                     learned = phase.learn(block, cache, phase.config, seed, report)
@@ -168,7 +170,7 @@ def _block_error(name: str, before: float, after: float) -> BlockError:
     return error
 
 
-def _joined(network: nn.Module, group: tuple[str, ...]) -> nn.Module:
+def _join(network: nn.Module, group: tuple[str, ...]) -> nn.Module:
     modules = [network.get_submodule(block) for block in group]
     return modules[0] if len(group) == 1 else nn.Sequential(*modules)
 
@@ -178,7 +180,7 @@ def _check_network(record: Quantization, model: nn.Module, samples: Samples) -> 
     if differing:
         raise QuantizationError(
             f"the quantized network was made from another one: {len(differing)} units "
-            f"differ ({shortened(differing)}); pass the float network it was made from"
+            f"differ ({shorten(differing)}); pass the float network it was made from"
         )
 
 

@@ -121,7 +121,7 @@ def rounding_descent(
 
     def loss(picked: Picked, _row: Tensor) -> tuple[Tensor, Tensor]:
         with soft.used(*SoftWeights.apply(*soft.learned)):
-            inputs = _mixed(picked, config.float_inputs, cache.generator)
+            inputs = _mix_inputs(picked, config.float_inputs, cache.generator)
             output = cache.call(block, inputs)
         relative = block_output_error(output, picked, cache.channels) / error_before
         return relative, relative
@@ -140,7 +140,7 @@ def rounding_descent(
     return Descent(
         block=block,
         cache=cache,
-        learned=_learned(soft, activation_quantizers(block).values(), config),
+        learned=_learned_tensors(soft, activation_quantizers(block).values(), config),
         schedule=schedule(config),
         order=order,
         loss=loss,
@@ -165,7 +165,7 @@ def block_output_error(
     return (error + channels.error(output - picked.target)) / 2
 
 
-def _learned(
+def _learned_tensors(
     soft: "SoftRounding",
     quantizers: Iterable[ActivationQuantizer],
     config: RoundingConfig,
@@ -186,7 +186,7 @@ def _learned(
     return [([soft.up], 0), *others]
 
 
-def _mixed(
+def _mix_inputs(
     picked: Picked, probability: float, generator: torch.Generator | None
 ) -> list[Tensor]:
     """Return the inputs with random elements replaced by the float network's."""

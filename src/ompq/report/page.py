@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
-from ompq.amounts import counted, digits, in_bytes, percent, seconds, short
+from ompq.amounts import digits, in_bytes, percent, seconds, short, short_count
 from ompq.bit_widths import FLOAT_BITS
 from ompq.files import library_version, write_text
 from ompq.network.units import Skipped
@@ -109,7 +109,7 @@ def render_report(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for text in (counted, digits, in_bytes, percent, seconds, short):
+    for text in (short_count, digits, in_bytes, percent, seconds, short):
         environment.filters[text.__name__] = text
     context = {
         "title": without_folders(title or "Mixed-precision plan"),
@@ -201,7 +201,7 @@ def _cost_text(plan: Plan, cost: str, value: float) -> str:
     if cost == "bytes":
         return in_bytes(value)
     if cost == "bit_ops":
-        return counted(value)
+        return short_count(value)
     if cost == "weight_bits":
         return f"{value / plan.problem.costs[cost].reference:.3g} bits"
     return f"{short(value)} ms"

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ompq.errors import ExportError, shortened
-from ompq.packed.embedded_graph import parsed_onnx
+from ompq.errors import ExportError, shorten
+from ompq.packed.embedded_graph import parse_onnx
 
 # What a constant is, by the last part of its name.
 _ITEMS = {
@@ -90,7 +90,7 @@ def _item(layer: str, kind: str) -> str:
 def load_exported(path: Path) -> Any:
     """Return the content of a file that :func:`ompq.export` wrote."""
     try:
-        model = parsed_onnx(path.read_bytes())
+        model = parse_onnx(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ExportError(f"{path} cannot be read as ONNX: {error}") from error
     if model.producer_name != "ompq":
@@ -134,14 +134,14 @@ def without_gain(path: str | Path) -> list[str]:
     narrow = [name for name, width in bits.items() if width < 8]
     if narrow:
         found.append(
-            f"{len(narrow)} of {len(bits)} layers below 8 bits ({shortened(narrow, 3)})"
+            f"{len(narrow)} of {len(bits)} layers below 8 bits ({shorten(narrow, 3)})"
             ": they save size, not time; a CPU computes them in 8 bits"
         )
     convolutions = _convolutions(model, bits)
     depthwise = [layer for layer, groups in convolutions.items() if groups > 1]
     if depthwise:
         found.append(
-            f"depthwise or grouped convolutions ({shortened(depthwise, 3)}): "
+            f"depthwise or grouped convolutions ({shorten(depthwise, 3)}): "
             "8 bits gain less there than elsewhere"
         )
     thin = [
@@ -151,7 +151,7 @@ def without_gain(path: str | Path) -> list[str]:
     ]
     if thin:
         found.append(
-            f"convolutions of fewer than {_THIN} channels ({shortened(thin, 3)}): "
+            f"convolutions of fewer than {_THIN} channels ({shorten(thin, 3)}): "
             "8 bits gain nothing there, and may cost"
         )
     clips = [n for n in graph.node if n.op_type == "Clip" and "codes" in n.input[0]]

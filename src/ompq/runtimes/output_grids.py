@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ompq.grids import Grid
 from ompq.layers import ActivationQuantizer
-from ompq.network.observation import copied, tensors_in, with_tensors
+from ompq.network.observation import copy_network, tensors_in, with_tensors
 from ompq.quantization.record import quantization_of, with_quantization
 from ompq.samples import Samples, call, evaluating, model_device, to_device
 
@@ -34,7 +34,7 @@ def with_output_grids(quantized: nn.Module, samples: Samples) -> nn.Module:
 
     Range and not error decides, because the largest output is the answer.
     """
-    result = copied(quantized)
+    result = copy_network(quantized)
     if hasattr(result, _CHILD):
         return result
     ends = _ranges(result, samples)

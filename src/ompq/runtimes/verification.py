@@ -185,10 +185,10 @@ def traced_tolerance(network: nn.Module, samples: Samples) -> Tolerance:
     if not quantizers:
         return Tolerance()
     batch = samples.first_batch(_BATCH)
-    plain, _ = _observed(network, batch)
+    plain, _ = _observe(network, batch)
     step = 2 / min((1 << quantizer.bits) - 1 for quantizer in quantizers)
     found = max(
-        compare_outputs(plain, _observed(network, batch, noise=seed)[0]).logits
+        compare_outputs(plain, _observe(network, batch, noise=seed)[0]).logits
         for seed in range(-(-_BATCH // batch_length(batch)))
     )
     # If outputs are that close, top-1 differs only in a tie.
@@ -206,8 +206,8 @@ def require_codes(model: Any, network: nn.Module, samples: Samples) -> None:
     names = [n.output[0] for n in model.graph.node if n.op_type == "QuantizeLinear"]
     batch = to_device(samples.first_batch(_WATCHED), torch.device("cpu"))
     _, found = _with_codes(model, [clipped.get(name, name) for name in names], batch)
-    _, plain = _observed(network, batch)
-    noisy = [_observed(network, batch, noise=seed)[1] for seed in range(_NOISES)]
+    _, plain = _observe(network, batch)
+    noisy = [_observe(network, batch, noise=seed)[1] for seed in range(_NOISES)]
     for name, codes in zip(names, found, strict=True):
         # The exporter merges and moves nodes, so compare with the codes of every place.
         alike = (
@@ -257,7 +257,7 @@ def _distance(first: Tensor, second: Tensor) -> float:
     return float((first - second.int()).abs().double().mean())
 
 
-def _observed(
+def _observe(
     network: nn.Module, batch: Batch, *, noise: int | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Run a network; return its outputs, and the codes of uniform grids in order.
@@ -340,7 +340,7 @@ def against_codes(
     """
     outputs, results = _with_codes(model, list(names.values()), images)
     found = dict(zip(names, results, strict=True))
-    expected, codes = _observed(network, images)
+    expected, codes = _observe(network, images)
     places = zip(steps.sites, codes, strict=True)
     pairs = [(one, found[at]) for at, one in places if at is not None]
     classes = _classifies(network)

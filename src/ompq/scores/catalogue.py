@@ -8,7 +8,7 @@ from typing import Any, cast
 from ompq.configs import OrmSettings
 from ompq.parallel import from_main
 from ompq.registry import Names
-from ompq.samples import locked
+from ompq.samples import lock_of
 from ompq.score_tables import ScoreTable
 from ompq.scores.orthogonality import Orm, OrmDistortion
 from ompq.scores.output_divergence import OutputDivergence
@@ -73,17 +73,17 @@ def score_name(score: Score | str) -> str:
         return score
     for name, known in SCORES.items():
         if type(known) is type(score) and is_dataclass(score):
-            changed = ", ".join(_changed(score, known))
+            changed = ", ".join(_changes(score, known))
             return f"{name}({changed})" if changed else name
     return getattr(score, "__qualname__", None) or repr(score)
 
 
-def _changed(given: Any, usual: Any) -> Iterator[str]:
+def _changes(given: Any, usual: Any) -> Iterator[str]:
     """Yield what differs between two values of a dataclass, as it is written."""
     for name in (field.name for field in fields(given) if field.repr):
         ours, theirs = getattr(given, name), getattr(usual, name)
         if is_dataclass(ours) and type(ours) is type(theirs):
-            yield from _changed(ours, theirs)
+            yield from _changes(ours, theirs)
         elif ours != theirs:
             yield f"{name}={ours!r}"
 
@@ -102,7 +102,7 @@ def score_table(
     """
     chosen = named_score(score) if isinstance(score, str) else score
     # Scores swap weights for rounded ones while the network runs.
-    with locked(given.model):
+    with lock_of(given.model):
         found = (
             compute_table(chosen, given)
             if cache is None

@@ -11,7 +11,7 @@ from torch._C import DisableTorchFunction
 from torch.nn import functional as F
 
 from ompq.configs import Decreasing, Granularity, OrmSettings
-from ompq.errors import SampleError, TraceError, check_known, shortened
+from ompq.errors import SampleError, TraceError, check_known, shorten
 from ompq.network.observation import Watch, tensors_in
 from ompq.network.units import LayerGraph, Table, Unit, select
 from ompq.progress import Progress
@@ -156,7 +156,7 @@ def debiased_products(grams: Sequence[Tensor]) -> Tensor:
     return (products / (count * (count - 3))).cpu()
 
 
-def normalised(products: Tensor) -> Tensor:
+def normalise_products(products: Tensor) -> Tensor:
     """Turn products <K_i, K_j> into ORM, (L, L).
 
     A layer whose output is constant (zero variance when centred) has no direction: its
@@ -286,7 +286,7 @@ def measure_orm(
         args, kwargs = arguments(to_device(batch, device))
         with evaluating(model), grams:
             model(*args, **kwargs)
-        total = _added(total, grams.matrices(), debiased=debiased)
+        total = _add(total, grams.matrices(), debiased=debiased)
     products = total if debiased else total.products
     return orm_result(graph, settings, products)
 
@@ -304,10 +304,10 @@ def orm_result(graph: LayerGraph, settings: OrmSettings, products: Tensor) -> Or
     finite = products.diagonal().isfinite().tolist()
     pairs = zip(functions, finite, strict=True)
     if broken := [names[at] for at, good in pairs if not good]:
-        raise TraceError(f"activations are NaN or infinite at {shortened(broken)}")
+        raise TraceError(f"activations are NaN or infinite at {shorten(broken)}")
     place = {unit.name: functions.index(function_of[unit.feature]) for unit in units}
     places = [place.get(name, -1) for name in graph.names]
-    matrix = normalised(products)
+    matrix = normalise_products(products)
     gamma = layer_gamma(matrix)
     others = max(len(gamma) - 1, 1) if settings.per_function else 1
     theta = importance(
@@ -417,7 +417,7 @@ class Grams(Watch):
         return orm_result(self.graph, self.settings, products)
 
 
-def _added(total: Any, grams: Sequence[Tensor], *, debiased: bool) -> Any:
+def _add(total: Any, grams: Sequence[Tensor], *, debiased: bool) -> Any:
     """Add the products <K_i, K_j> of one batch, (L, L)."""
     if debiased and total is not None and len(grams[0]) < 4:
         return total  # the last batch is too short for an estimate
@@ -463,7 +463,7 @@ class Orm:
     def __call__(self, given: ScoreInputs) -> ScoreTable:
         """Return −bits × coefficient, (units, choices)."""
         graph, choices = given.graph, given.choices
-        orm = _measured(given, self.settings)
+        orm = _measure(given, self.settings)
         # In the paper, units of one function that share their bits are one decision,
         # which counts once.
         function_of = _functions(graph.units, self.settings.granularity)
@@ -496,10 +496,10 @@ class OrmDistortion:
 
     def __call__(self, given: ScoreInputs) -> ScoreTable:
         """Return coefficient × noise-to-signal, (units, choices)."""
-        orm = _measured(given, self.settings)
+        orm = _measure(given, self.settings)
         return orm.table(orm.importance[:, None] * noise_table(given))
 
 
-def _measured(given: ScoreInputs, settings: OrmSettings) -> OrmResult:
+def _measure(given: ScoreInputs, settings: OrmSettings) -> OrmResult:
     network = given.graph, given.model, given.samples
     return measure_orm(*network, settings, progress=given.progress)

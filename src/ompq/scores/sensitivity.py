@@ -132,7 +132,7 @@ class Sensitivity:
         """Return geometric means, (units, choices)."""
         graph, model, choices = given.graph, given.model, given.choices
         weights = weight_choices(choices)
-        measured = _measured(weights)
+        measured = _measured_columns(weights)
         wanted = tuple(weights[column] for column in measured)
         # In a large network, errors exist for one layer and one choice at a time.
         few = len(wanted) * sum(unit.weights for unit in graph.units) <= _KEPT
@@ -371,7 +371,7 @@ class _Errors:
 
         def products(errors: Iterable[Tensor]) -> _Products:
             made = [(by_channel(gradient * e), e.mean(others)) for e in errors]
-            uncentred, means = map(_joined, zip(*made, strict=True))
+            uncentred, means = map(_join, zip(*made, strict=True))
             return _Products(uncentred, means, slopes)
 
         return products
@@ -427,7 +427,7 @@ def _split(errors: Tensor, at_once: int) -> Sequence[Tensor]:
     return (errors,) if few else torch.split(errors, at_once)
 
 
-def _joined(parts: tuple[Tensor, ...]) -> Tensor:
+def _join(parts: tuple[Tensor, ...]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -462,7 +462,7 @@ def _caused_by(
             return run(errors[0])[None]
         if _stackable(name, bare, weight):
             groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
-            return _stacked(run, name, groups, errors)
+            return _stack(run, name, groups, errors)
         return torch.stack([run(one) for one in errors])
 
     return caused
@@ -477,7 +477,7 @@ def _stackable(name: str, given: tuple[Any, Any], weight: Tensor) -> bool:
     return name == "linear" or (known is not None and args[0].dim() == weight.dim())
 
 
-def _stacked(
+def _stack(
     run: Callable[[Tensor], Tensor], name: str, groups: int, weights: Tensor
 ) -> Tensor:
     """Return the outputs of a linear map for several weights, from one call."""
@@ -516,7 +516,7 @@ def _with_weight(func: Any, given: Any, weight: Tensor, other: Tensor) -> Tensor
     return next(tensors_in(func(*args, **kwargs)))
 
 
-def _measured(weights: Sequence[Choice]) -> list[int]:
+def _measured_columns(weights: Sequence[Choice]) -> list[int]:
     """Return the columns to measure: each takes memory for all weights.
 
     Rates lie so close together that one per bit is enough.

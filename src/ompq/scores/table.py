@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 
 from ompq.checkpoints import Store, identity
-from ompq.errors import CheckpointError, ScoreError, shortened
+from ompq.errors import CheckpointError, ScoreError, shorten
 from ompq.files import library_version
 from ompq.network.attention import with_layers
 from ompq.network.units import Choice, LayerGraph, Table
@@ -134,26 +134,26 @@ def compute_table(score: Score, given: ScoreInputs) -> ScoreTable:
         if not np.isfinite(row).all()
     ]
     if broken:
-        raise ScoreError(f"the score is NaN or infinite for {shortened(broken)}")
+        raise ScoreError(f"the score is NaN or infinite for {shorten(broken)}")
     return replace(
         table,
-        damage=_rounded(table.damage),
+        damage=_round(table.damage),
         orm=None if table.orm is None else np.round(table.orm, 9),  # of 0 to 1
-        gamma=_rounded(table.gamma),
-        importance=_rounded(table.importance),
+        gamma=_round(table.gamma),
+        importance=_round(table.importance),
         seconds=perf_counter() - start,
     )
 
 
 @overload
-def _rounded(values: Table) -> Table: ...
+def _round(values: Table) -> Table: ...
 
 
 @overload
-def _rounded(values: Table | None) -> Table | None: ...
+def _round(values: Table | None) -> Table | None: ...
 
 
-def _rounded(values: Table | None) -> Table | None:
+def _round(values: Table | None) -> Table | None:
     """Keep nine digits: further ones depend on how threads share sums."""
     if values is None:
         return None

@@ -152,10 +152,10 @@ class QuickRounding:
             found = (coded_weight(folded, step) - folded)[None]
         else:
             return torch.cat([self.errors((choice,)) for choice in choices])
-        return _unfolded(found, self.stored)
+        return _unfold(found, self.stored)
 
 
-def _unfolded(errors: Tensor, stored: UnitWeight) -> Tensor:
+def _unfold(errors: Tensor, stored: UnitWeight) -> Tensor:
     """Return the errors of a weight, given those after folding the batch norm in."""
     if stored.factor is not None:
         # A channel that the batch norm multiplies by 0 is lost anyway.
@@ -237,7 +237,7 @@ def _search(
     ):
         errors = its[..., : own.shape[1]] if own.shape[1] < its.shape[2] else its
         errors = as_weights(errors, unit.weight_shape, stored.axis)
-        found.append(_Search(grids, part, _unfolded(errors, stored)))
+        found.append(_Search(grids, part, _unfold(errors, stored)))
     return found
 
 

@@ -183,11 +183,11 @@ def make_rule(model: nn.Module, weights: str | MakeRule) -> WeightRule:
     return make(model)
 
 
-def _stored(_model: nn.Module) -> WeightRule:
+def _keep_grids(_model: nn.Module) -> WeightRule:
     """Return the rule that changes nothing: weights are rounded to their own grids."""
     return WeightRule()
 
 
 WEIGHT_RULES: Names[MakeRule] = Names(
-    "weight rule", {"stored": _stored, "minmax": WeightRanges}, field="weights"
+    "weight rule", {"stored": _keep_grids, "minmax": WeightRanges}, field="weights"
 )

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ompq.errors import TrainingError
 from ompq.layers import QuantizedLayer, Size, linear_map, quantized_layers
 from ompq.network.folding import fold_norm, norm_affine, scaled_channels
-from ompq.quantization.equalization import enlarge, equalized
+from ompq.quantization.equalization import enlarge, equalize_channels
 from ompq.quantization.record import quantization_of
 
 # Running standard deviations may change by this factor, far more than training needs.
@@ -87,14 +87,14 @@ def keep_norms(quantized: nn.Module, model: nn.Module) -> None:
         norm = copy.deepcopy(norm).to(layer.weight)
         if unit.norm in sizes:
             enlarge(norm, sizes[unit.norm])
-        layer.norm = _unfolded(layer, norm)
+        layer.norm = _unfold(layer, norm)
 
 
 @torch.no_grad()
 def restore_float_weights(quantized: nn.Module, model: nn.Module) -> None:
     """Copy the folded weights and biases of the float network to quantized layers."""
     layers, record = quantized_layers(quantized), quantization_of(quantized)
-    sources = dict(equalized(model, record.equalized).named_modules())
+    sources = dict(equalize_channels(model, record.equalized).named_modules())
     for unit in record.graph.units:
         if unit.name not in layers:
             continue
@@ -128,7 +128,7 @@ def fold_norms(quantized: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _unfolded(layer: QuantizedLayer, kept: _BatchNorm) -> KeptNorm:
+def _unfold(layer: QuantizedLayer, kept: _BatchNorm) -> KeptNorm:
     if not kept.affine:
         kept.affine = True
         kept.weight = nn.Parameter(layer.weight.new_ones(kept.num_features))

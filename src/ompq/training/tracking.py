@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ompq.checkpoints import Store
-from ompq.errors import TrainingError, shortened
+from ompq.errors import TrainingError, shorten
 from ompq.files import write_text
 from ompq.progress import Progress
 from ompq.training.training_batches import LabelledBatch
@@ -151,7 +151,7 @@ class Tracker:
         broken = [key for key, value in model.items() if not value.isfinite().all()]
         if broken:
             raise TrainingError(
-                f"{shortened(broken)} are not finite after step {self.run.step}; "
+                f"{shorten(broken)} are not finite after step {self.run.step}; "
                 f"{self._kept()}. Lower "
                 f"learning_rate={self.run.config.learning_rate:g}"
             )

@@ -124,7 +124,7 @@ def mixed_seed(*numbers: int) -> int:
     return int.from_bytes(digest, "big")
 
 
-def labelled(batch: Any, *, class_indices: bool = True) -> LabelledBatch:
+def as_labelled(batch: Any, *, class_indices: bool = True) -> LabelledBatch:
     """Return inputs and targets, which are class indices, (N,), unless told otherwise.
 
     Raises:

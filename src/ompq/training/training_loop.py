@@ -11,10 +11,10 @@ from torch import nn
 
 from ompq.allocation.problem import Allocation
 from ompq.configs import TrainConfig
-from ompq.errors import TrainingError, shortened
+from ompq.errors import TrainingError, shorten
 from ompq.evaluation import targets_on
 from ompq.layers import activation_quantizers, quantized_layers
-from ompq.network.observation import copied
+from ompq.network.observation import copy_network
 from ompq.progress import Progress
 from ompq.quantization.record import keep_rates, quantization_of, with_quantization
 from ompq.samples import cudnn_kernels
@@ -23,8 +23,8 @@ from ompq.training.tracking import Tracker
 from ompq.training.training_batches import (
     Batches,
     LabelledBatch,
+    as_labelled,
     epoch_batches,
-    labelled,
 )
 from ompq.training.training_run import Run
 
@@ -80,7 +80,7 @@ def train(  # noqa: PLR0913
     if grouped and config.weights != "stored":
         raise TrainingError(
             f"weights={config.weights!r} needs one scale per channel, but there is one "
-            f"for each group of weights in {shortened(grouped)}; train with "
+            f"for each group of weights in {shorten(grouped)}; train with "
             "weights='stored', or plan without group_size"
         )
     run = Run(quantized, batches, config, teacher=teacher, loss=loss)
@@ -96,7 +96,7 @@ def train(  # noqa: PLR0913
             numbers = run.begin_epoch(epoch)
             loader = epoch_batches(batches, epoch, config, numbers, run.shard)
             for batch in loader:
-                inputs, targets = labelled(batch, class_indices=loss is None)
+                inputs, targets = as_labelled(batch, class_indices=loss is None)
                 with run.engine.accumulate(run.prepared):
                     placed = run.gradients.placed(inputs)
                     run.compute(placed, targets_on(run.device, targets))
@@ -104,7 +104,7 @@ def train(  # noqa: PLR0913
                         run.update()
                         tracker.after_step()
             tracker.end_epoch(epoch)
-    result = copied(quantized)
+    result = copy_network(quantized)
     result.load_state_dict(run.result(tracker.chosen()))
     result = _with_learned_widths(result, run.model)
     keep_rates(result)

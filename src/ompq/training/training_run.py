@@ -16,7 +16,7 @@ from ompq.configs import TrainConfig
 from ompq.errors import DataError, MissingExtraError
 from ompq.evaluation import targets_on
 from ompq.layers import quantized_layers
-from ompq.network.observation import copied
+from ompq.network.observation import copy_network
 from ompq.samples import batch_length, call, evaluating, first_tensor, model_device
 from ompq.training.methods import ActivationRanges, make_rule
 from ompq.training.norms import (
@@ -76,7 +76,7 @@ class Run:
         self.length = checked_length(batches, config, processes, self.device)
         self.step, self.epoch_steps = 0, self.length // config.accumulate
         self.steps = self.epoch_steps * config.epochs
-        self.model = copied(quantized).to(self.device)
+        self.model = copy_network(quantized).to(self.device)
         if teacher is not None and config.start == "float":
             restore_float_weights(self.model, teacher)
         if teacher is not None and config.batch_norm == "fold-and-train":
@@ -90,7 +90,7 @@ class Run:
         self.variances = Variances(self.model)
         self.ranges = _running_ranges(self.model, config)
         if teacher is not None and config.distill:
-            teacher = copied(teacher).to(self.device).eval()
+            teacher = copy_network(teacher).to(self.device).eval()
             teacher.to(memory_format=layout)
         penalty: Callable[[], Tensor | None] = self.rule.penalty
         if config.code_penalty:

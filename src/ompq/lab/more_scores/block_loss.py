@@ -12,7 +12,7 @@ from ompq.bit_widths import FLOAT_BITS
 from ompq.configs import QuantizeConfig
 from ompq.costs import can_be_coded
 from ompq.measurement import Meter, split
-from ompq.network.folding import normalised_by
+from ompq.network.folding import output_module
 from ompq.network.observation import tensors_in
 from ompq.network.units import Choice, Unit
 from ompq.outputs import Outputs
@@ -123,7 +123,7 @@ def block_loss(
 ) -> float:
     """Return half the mean Fisher-weighted error of a unit's block over samples."""
     alone = unit.block == unit.name
-    end = normalised_by(model, unit) if alone else unit.block
+    end = output_module(model, unit) if alone else unit.block
     total = 0.0
     for batch in samples.batches(_BATCH):
         expected, actual = (_output_of(net, end, batch) for net in (model, quantized))

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ompq.network.observation import copied
+from ompq.network.observation import copy_network
 from ompq.network.units import Unit
 from ompq.score_tables import ScoreTable
 from ompq.scores.orthogonality import measure_orm
@@ -34,7 +34,7 @@ class OrmShift:
         """Return absolute changes of the sum of ORM, (units, choices)."""
         check_weights_only(given.choices, "orm_shift")
         few = given.samples.first(self.samples)
-        other = copied(given.model)
+        other = copy_network(given.model)
         before = measure_orm(given.graph, other, few).matrix.sum()
         done = 0
 

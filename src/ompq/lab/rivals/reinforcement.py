@@ -17,7 +17,7 @@ from ompq.configs import QuantizeConfig
 from ompq.measurement import Meter
 from ompq.network.attention import with_layers
 from ompq.network.graph import trace
-from ompq.network.observation import copied
+from ompq.network.observation import copy_network
 from ompq.network.units import Choice
 from ompq.plans import Plan, check_plan
 from ompq.progress import Progress
@@ -120,7 +120,7 @@ class _Judge:
 
     def __init__(self, model: nn.Module, plan: Plan, samples: Samples) -> None:
         self.model, self.units = model, plan.graph.units
-        self.network = copied(model)
+        self.network = copy_network(model)
         self.meter = Meter(
             model, samples, samples, config=QuantizeConfig(output=plan.output)
         )

@@ -26,7 +26,7 @@ _BISECTIONS = 40  # of a shift between -8 and 8: beyond float32 precision
 _WHOLE_AFTER = 0.8  # share of the epochs after which widths become whole
 
 
-def mixed(weight: Tensor, width: Tensor) -> Tensor:
+def mix_widths(weight: Tensor, width: Tensor) -> Tensor:
     """Return a weight at a fractional width, interpolated between whole widths.
 
     At 3.2 bits it is 0.8 times the 3-bit weight plus 0.2 times the 4-bit weight, each
@@ -101,7 +101,7 @@ class FractionalWidths(WeightRule):
     def round(self, layer: QuantizedLayer, factor: Tensor | None) -> Tensor:
         """Return the rounded weight, its channels times a factor (C,)."""
         size = layer_size(layer)
-        values = mixed(layer.weight, layer.get_parameter("weight_width"))
+        values = mix_widths(layer.weight, layer.get_parameter("weight_width"))
         return scaled_channels(values, size if factor is None else size * factor, layer)
 
     def learned(self) -> Sequence[tuple[nn.Parameter, float]]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ompq.bit_widths import FLOAT_BITS
-from ompq.errors import ExportError, shortened
+from ompq.errors import ExportError, shorten
 from ompq.grids import Grid, like_weight
 from ompq.layers import activation_quantizers
 from ompq.network.graph import RECORD
@@ -70,7 +70,7 @@ def rounded_units(network: nn.Module) -> dict[int, Unit]:
     rounded = [name for name, site in activation_quantizers(network).items() if site]
     if rounded:
         raise ExportError(
-            f"inputs of layers are rounded ({shortened(rounded)}), but llama.cpp "
+            f"inputs of layers are rounded ({shorten(rounded)}), but llama.cpp "
             "rounds only weights: plan with target='gguf', or activation_choices=(32,)"
         )
     bits = record.allocation

@@ -10,7 +10,7 @@ from torch import nn
 
 from ompq.bit_widths import SUM_BITS
 from ompq.budgets import Budget
-from ompq.errors import ExportError, shortened
+from ompq.errors import ExportError, shorten
 from ompq.files import replacing
 from ompq.integer.lowering import Steps, lower
 from ompq.quantization.record import quantization_of
@@ -180,7 +180,7 @@ def _of_steps(
         steps_tolerance(graph.steps),
         steps=graph.steps,
         codes=graph.codes,
-        saturation_safe=saturation_safe or not _warned(graph.steps),
+        saturation_safe=saturation_safe or not _warn_of_saturation(graph.steps),
     )
 
 
@@ -231,7 +231,7 @@ def _of_traced(traced: TracedModel, samples: Samples, reason: str) -> _Made:
         _logger.warning(
             "no faster than float: %s; their weights become floats when the file is "
             "loaded (%s)",
-            shortened(traced.float_layers),
+            shorten(traced.float_layers),
             reason,
         )
     return _Made(
@@ -244,13 +244,13 @@ def _of_traced(traced: TracedModel, samples: Samples, reason: str) -> _Made:
     )
 
 
-def _warned(steps: Steps) -> bool:
+def _warn_of_saturation(steps: Steps) -> bool:
     """Warn about layers that saturate on some processors; return whether any does."""
     layers = steps.saturating()
     if layers:
         _logger.warning(
             "%s: 8-bit products saturate on processors without VNNI, and results "
             'differ there unless the session option session.x64quantprecision is "1"',
-            shortened(layers),
+            shorten(layers),
         )
     return bool(layers)

@@ -78,11 +78,11 @@ class OnnxGraph:
         outputs = []
         for name, position in self.steps.outputs.items():
             self._node("Identity", [self._values(position)], name)
-            outputs.append(_described(name, self.steps.steps[position].shape))
+            outputs.append(_describe(name, self.steps.steps[position].shape))
         graph = helper.make_graph(
             self.nodes,
             "network",
-            [_described(INPUT, self.steps.input_shape)],
+            [_describe(INPUT, self.steps.input_shape)],
             outputs,
             [as_tensor(name, one) for name, one in self.constants.items()],
         )
@@ -233,7 +233,7 @@ class OnnxGraph:
         return self._node("Mul", inputs, f"{name}/values")
 
 
-def _described(name: str, shape: tuple[int, ...]) -> Any:
+def _describe(name: str, shape: tuple[int, ...]) -> Any:
     from onnx import TensorProto, helper
 
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", *shape])

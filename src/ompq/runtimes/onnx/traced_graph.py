@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ompq.errors import ExportError, QuantizationError, shortened
+from ompq.errors import ExportError, QuantizationError, shorten
 from ompq.grids import Grid, integer_weight, of_groups
 from ompq.integer.arithmetic import CodeGrid, IntegerWeight
 from ompq.integer.lowering import code_grid, input_names, output_names
@@ -37,7 +37,7 @@ from ompq.layers import (
 )
 from ompq.network.dataflow import OUTSIDE, Dataflow
 from ompq.network.graph import bias_key
-from ompq.network.observation import copied, is_script, open_modules, tensors_in
+from ompq.network.observation import copy_network, is_script, open_modules, tensors_in
 from ompq.network.passive import CLIPS, COPIES, LAYOUTS, MERGES, POOLS, VIEWS
 from ompq.network.units import Unit
 from ompq.packed.format import broadcast_grid, quantized_units
@@ -117,7 +117,7 @@ def traced_model(
     batch = Samples.of(samples).first_batch(2)
     length = text_length(batch) if lengths else 0
     written, length = _written_texts(network, quantized, batch, opset, length)
-    rounded = copied(quantized)
+    rounded = copy_network(quantized)
     state = rounded.state_dict()
     sizes = [state[unit.parameter].numel() for unit in units]
     graph = _Graph(written, Unpacking(opset, sizes))
@@ -145,10 +145,10 @@ def _host_copy(model: nn.Module) -> nn.Module:
     scripts = [name for name, m in open_modules(model) if is_script(m)]
     if scripts:
         raise ExportError(
-            f"{shortened(scripts)}: PyTorch cannot write TorchScript modules as ONNX; "
+            f"{shorten(scripts)}: PyTorch cannot write TorchScript modules as ONNX; "
             "build the network from the modules that were compiled"
         )
-    return copied(model).cpu()
+    return copy_network(model).cpu()
 
 
 class _Held(nn.Module):
