@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from lowering_cases import margin
+from nets import TinyMobileNet, images, seeded
 from ompq.bit_widths import STRETCHED
 from ompq.errors import QuantizationError
 from ompq.grids import Grid
@@ -16,7 +18,11 @@ from ompq.integer.arithmetic import (
     pad_integers,
     rescale,
 )
+from ompq.integer.finalization import clear_scale
+from ompq.integer.lowering import lower
+from ompq.integer.operators import Average, Requantize, Sum
 from ompq.weight_ranges import search_weight
+from quantized import quantized
 
 INPUT = CodeGrid(scale=0.02, zero_point=3, bits=8)
 
@@ -159,3 +165,57 @@ def test_padding_keeps_the_kind_of_integer():
     assert found.tolist() == [[[7, 7, 1, 1], [7, 7, 1, 1], [7, 7, 7, 7]]]
     assert found.dtype == torch.uint8
     assert pad_integers(codes, ((0, 0), (0, 0))) is codes
+
+
+def test_clipping_goes_into_the_codes():
+    steps = lower(quantized(seeded(TinyMobileNet()), images()), images())
+    stem = steps.steps[1]
+    assert (stem.low, stem.high) == (0.0, 6.0)
+    assert stem.grid.zero_point == 0
+    grid = CodeGrid(scale=0.03, zero_point=0, bits=8)
+    assert grid.limits(0.0, 6.0) == (0, 200)
+    assert CodeGrid(scale=0.1, zero_point=10, bits=4).limits(-0.5, 9.0) == (5, 15)
+    assert CodeGrid(scale=0.1, zero_point=10, bits=4).reach == 10
+
+
+@pytest.mark.parametrize("window", [2, 8, 24])
+@pytest.mark.parametrize("scale", [0.0171, 0.49999, 1.0])
+def test_a_cleared_scale_is_cleared_for_good(scale, window):
+    # With a window of 24 not all results can be kept off the middle.
+    source = CodeGrid(0.02, 0, 8)
+    pool = Average((window, window), (window, window), (0, 0), False)
+    results = pool.possible_results([source])
+    once = clear_scale(results, CodeGrid(scale, 3, 4))
+    assert once == pytest.approx(scale, rel=0.008)
+    assert clear_scale(results, CodeGrid(once, 3, 4)) == once
+
+
+def test_no_sum_lies_halfway():
+    first, second = CodeGrid(0.02, 3, 4), CodeGrid(0.03, 0, 4)
+    target = CodeGrid(0.04, 5, 4)  # (0.02 * 3) / 0.04 is a half
+    values = [
+        first.scale * (a - first.zero_point) + second.scale * (b - second.zero_point)
+        for a in range(16)
+        for b in range(16)
+    ]
+    assert margin(values, target.scale, 5, 15) < 1e-9
+    scale = clear_scale(Sum().possible_results([first, second]), target)
+    assert scale == pytest.approx(target.scale, rel=0.008)
+    assert margin(values, scale, 5, 15) >= 4e-5
+
+
+def test_no_average_lies_halfway():
+    source = CodeGrid(0.02, 0, 8)
+    results = Average((2, 2), (2, 2)).possible_results([source])
+    scale = clear_scale(results, source)
+    values = [source.scale * total / 4 for total in range(4 * 255 + 1)]
+    assert margin(values, source.scale, 0, 255) < 1e-9
+    assert margin(values, scale, 0, 255) >= 4e-5
+
+
+def test_scales_that_are_clear_stay_and_huge_averages_too():
+    source = CodeGrid(0.02, 0, 8)
+    whole = Average((64, 64), (64, 64), whole=True).possible_results([source])
+    assert clear_scale(whole, source) == source.scale
+    other = CodeGrid(float(torch.tensor(0.0231)), 0, 8)
+    assert clear_scale(Requantize().possible_results([source]), other) == other.scale

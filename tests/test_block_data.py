@@ -1,56 +1,30 @@
 """Inputs and targets of blocks: right for every graph, and gathered in one go."""
 
 import threading
-from collections import Counter, namedtuple
+from collections import Counter
 from contextlib import closing
 
 import pytest
 import torch
 from torch import nn
 
+from block_data_cases import quantized_at, runner_for
 from nets import Chain, ResidualBlock, TinyMobileNet, TinyResNet, scenes, seeded, values
 from ompq import working_memory
-from ompq.allocation.problem import Allocation
-from ompq.configs import QuantizeConfig, ReconstructConfig, RoundingConfig
+from ompq.configs import ReconstructConfig, RoundingConfig
 from ompq.errors import QuantizationError, SampleError
 from ompq.layers import quantized_layers
 from ompq.network.graph import trace
-from ompq.network.units import Choice
 from ompq.quantization.moments import float_moments
-from ompq.quantization.pipeline import quantize
 from ompq.quantization.record import quantization_of
-from ompq.reconstruction.block_data import (
-    Arguments,
-    BlockCache,
-    BlockRunner,
-    merge_blocks,
-)
-from ompq.reconstruction.block_fisher import (
-    channel_fisher,
-    fisher_matrix,
-    fisher_weights,
-)
+from ompq.reconstruction.block_data import Arguments, BlockCache, merge_blocks
 from ompq.reconstruction.block_layout import Layout, layout_of, output_axis
 from ompq.reconstruction.block_loop import reconstruct
-from ompq.reconstruction.descent import Picked
-from ompq.reconstruction.rounding import block_output_error, learn_rounding
+from ompq.reconstruction.rounding import learn_rounding
 from ompq.samples import Samples
 from ompq.working_memory import StoredRows
 
-Pair = namedtuple("Pair", "x mask")
 QUICK = ReconstructConfig(rounding=RoundingConfig(iterations=30, batch_size=16))
-
-
-def quantized_at(network, bits, samples):
-    names = trace(network, samples).names
-    allocation = Allocation({name: Choice(bits, 8) for name in names})
-    config = QuantizeConfig(output_error=False)  # which leaves more to learn
-    return quantize(network, allocation, samples, config)
-
-
-def runner_for(quantized, model, samples, batch_size=4, limit=1 << 30):
-    given = Samples.of(samples)
-    return BlockRunner(quantized, model, given, batch_size=batch_size, limit=limit)
 
 
 def gather(quantized, model, block, samples, batch_size=4, limit=1 << 30):
@@ -508,105 +482,6 @@ def test_blocks_with_structured_arguments():
     assert error.after <= error.before
 
 
-def test_fisher_weights_are_squared_gradients():
-    model = seeded(Chain())
-    found = fisher_weights(model, "conv", scenes(6).split(4))
-    hidden = model.conv(scenes(6)).detach().requires_grad_()
-    logits = model.head(torch.relu(hidden).mean((2, 3))).log_softmax(1)
-    (-logits.amax(1)).sum().backward()
-    torch.testing.assert_close(
-        torch.cat(list(found)), hidden.grad.square(), rtol=1e-4, atol=1e-8
-    )
-    assert all(p.grad is None for p in model.conv.parameters())
-
-
-def all_class_fisher(hidden, log_p, axis):
-    """The Fisher matrix over channels, class by class and position by position."""
-    total = 0
-    for sample, log_ps in enumerate(log_p):
-        for one in log_ps:
-            (gradient,) = torch.autograd.grad(one, hidden, retain_graph=True)
-            for g in gradient[sample].movedim(axis, -1).flatten(0, -2):
-                total = total + one.exp().detach() * torch.outer(g, g)
-    return total / total.trace()
-
-
-def test_fisher_matrix_is_that_of_all_classes():
-    model, samples = seeded(Chain()).double(), scenes(3).double()
-    many = samples.repeat(500, 1, 1, 1)  # so that random signs average out
-    found = fisher_matrix(model, "conv", many.split(250), axis=-3)
-    hidden = model.conv(samples).detach().requires_grad_()
-    log_p = model.head(torch.relu(hidden).mean((2, 3))).log_softmax(1)
-    wanted = all_class_fisher(hidden, log_p, -3)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0.02 * wanted.max().item())
-    assert found.trace().item() == pytest.approx(1)
-
-
-class Permutes(nn.Module):
-    """Channels of a convolution in either place; the rest is the same."""
-
-    def __init__(self, *, last):
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 5, 3), nn.Linear(5, 4)
-        self.place = nn.Identity()
-        self.last = last
-
-    def forward(self, x):
-        x = self.conv(x)
-        x = self.place(x.permute(0, 2, 3, 1) if self.last else x)
-        return self.head(x.tanh().mean((1, 2) if self.last else (2, 3)))
-
-
-def test_channels_first_and_last_give_one_error():
-    found = []
-    error = values(2, 5, 6, 6)
-    for last, axis in ((False, -3), (True, -1)):
-        model = seeded(Permutes(last=last))
-        matrix = fisher_matrix(model, "place", scenes(8).split(4), axis=axis)
-        given = error.permute(0, 2, 3, 1) if last else error
-        for most in (2, 5, 100):
-            channels = channel_fisher(matrix, axis, most)
-            assert channels.directions.shape == (min(most, 5), 5)
-            found.append(channels.error(given))
-        rows = error.movedim(1, -1).flatten(0, 2).double()
-        wanted = torch.stack([e @ matrix @ e for e in rows]).mean()
-        assert found[-1].item() == pytest.approx(wanted.item(), rel=1e-4)
-        assert found[-3] < found[-1]
-    torch.testing.assert_close(torch.stack(found[:3]), torch.stack(found[3:]))
-
-
-def test_a_few_directions_are_the_best_of_their_number():
-    basis, _ = torch.linalg.qr(values(6, 6).double())
-    shares = torch.tensor([0.05, 0.4, 0.1, 0.3, 0.0, 0.15]).double()
-    matrix = basis @ shares.diag() @ basis.T
-    directions = channel_fisher(matrix, -1, 2).directions
-    wanted = sum(shares[i] * torch.outer(basis[:, i], basis[:, i]) for i in (1, 3))
-    torch.testing.assert_close(directions.T @ directions, wanted)
-
-
-def test_low_rank_error_keeps_the_plain_error():
-    """At full rank, independent errors count alike in both."""
-    model = seeded(Chain())
-    quantized = quantized_at(model, 3, scenes(8))
-    with closing(runner_for(quantized, model, scenes(8))) as runner:
-        cache = runner.gather("conv", loss="low_rank_fisher", fisher_rank=100)
-    assert cache.channels.axis == -3
-    noise = values(1000, *cache.targets.shape[1:])
-    picked = Picked([], [], torch.zeros_like(noise), None)
-    plain, half = (block_output_error(noise, picked, c) for c in (None, cache.channels))
-    assert half.item() == pytest.approx(plain.item(), rel=0.05)
-    along = cache.channels.error(noise)
-    assert half.item() == pytest.approx((plain + along).item() / 2, rel=1e-5)
-
-
-def test_a_network_sure_of_its_answer_has_no_directions():
-    model = seeded(Chain())
-    with torch.no_grad():
-        model.head.weight.zero_()
-    matrix = fisher_matrix(model, "conv", [scenes(4)], axis=-3)
-    assert channel_fisher(matrix, -3, 4).error(values(2, len(matrix), 4, 4)).item() == 0
-
-
 @pytest.mark.parametrize(
     ("layer", "shape", "axis"),
     [
@@ -663,42 +538,10 @@ def test_moments_are_compared_on_the_same_samples():
     assert after < 2 * before
 
 
-@pytest.mark.parametrize(
-    ("one", "two", "layout"),
-    [
-        ((1, 6, 4), (2, 6, 4), Layout()),
-        ((6, 1, 4), (6, 2, 4), Layout(1)),
-        ((3, 7), (6, 7), Layout(0, 3)),
-        ((1, 6), (1, 6), Layout(None)),
-        ((), (), Layout(None)),
-    ],
-)
-def test_two_shapes_tell_the_layout(one, two, layout):
-    assert layout_of(one, two) == layout
-    tensor = torch.randn(two, generator=torch.Generator().manual_seed(0))
-    first = layout.samples_first(tensor)
-    assert len(first) == (1 if layout.axis is None else 2)
-    assert torch.equal(layout.restored(first), tensor)
-
-
 @pytest.mark.parametrize("two", [(2, 2), (3, 1), (1,)])
 def test_a_tensor_without_one_dimension_of_samples_is_refused(two):
     with pytest.raises(QuantizationError, match=r"shape \(1, 1\) with one sample and"):
         layout_of((1, 1), two)
-
-
-def test_what_samples_share_stays_in_its_place():
-    x, mask = torch.arange(12.0).reshape(3, 2, 2), torch.ones(3, 1)
-    arguments = Arguments(
-        ((Pair(x, mask), 0.5), {"flag": True}), [Layout(1), Layout(None)]
-    )
-    (own,) = arguments.own(arguments.example)
-    assert torch.equal(own, x.movedim(1, 0))
-    (pair, half), rest = arguments.filled([2 * own])
-    assert isinstance(pair, Pair)
-    assert torch.equal(pair.x, 2 * x)
-    assert pair.mask is mask
-    assert (half, rest) == (0.5, {"flag": True})
 
 
 class Masked(nn.Module):

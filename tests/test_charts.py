@@ -23,13 +23,7 @@ from ompq.report.charts import (
     histogram_chart,
     scatter_chart,
 )
-from ompq.report.figures import (
-    draw_heat,
-    legend_above,
-    plain_axes,
-    styled_figure,
-    write_figures,
-)
+from ompq.report.figures import write_figures
 from ompq.score_tables import ScoreTable
 from ompq.sections import (
     Accuracy,
@@ -110,8 +104,6 @@ def test_bars_of_any_sign_have_widths():
 
 
 # ---- figures
-
-
 def test_figures_are_written_as_png_and_svg(plan, tmp_path):
     written = write_figures(tmp_path / "figures", plan, every_section())
     names = [path.name for path in written]
@@ -135,29 +127,6 @@ def test_figures_without_orm_or_sizes_are_left_out(plan, tmp_path):
     unmeasured = replace(plan, scores=ScoreTable(plan.scores.damage))
     written = write_figures(tmp_path, unmeasured, [StageTime("plan", 1.0), Versions()])
     assert [path.name for path in written] == ["bits.png", "bits.svg"]
-
-
-@pytest.mark.parametrize(("count", "matrices"), [(6, 4), (50, 4), (18, 1), (6, 3)])
-def test_names_of_layers_stay_inside_the_figure(count, matrices):
-    pytest.importorskip("matplotlib")
-    names = [f"stage{n}.downsample.conv" for n in range(count)]
-    titles = [f"N = {n}" for n in range(matrices)]
-    with styled_figure() as figure:
-        matrix = np.linspace(0, 1, count * count).reshape(count, count)
-        draw_heat(figure, [matrix] * matrices, names, titles)
-        assert inside(figure)
-    with styled_figure() as figure:
-        axes = plain_axes(figure, "bits", "top-1, %")
-        for name in names[:6]:
-            axes.plot([0, 1], label=name)
-        legend_above(figure)
-        assert inside(figure)
-
-
-def inside(figure):
-    figure.draw_without_rendering()
-    box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
-    return box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height
 
 
 def test_missing_matplotlib_names_the_extra(plan, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console as RichConsole
 
+from console_cases import stream
 from ompq import progress
 from ompq.allocation.problem import Problem
 from ompq.budgets import Budget
@@ -28,10 +29,6 @@ from ompq.cli.decisions import budget_rows
 from ompq.cli.views import as_budget, operation_budgets, reasons, size_budgets
 from ompq.cost_tables import Cost
 from ompq.network.units import Choice, Skipped
-
-
-def stream(*, terminal: bool) -> RichConsole:
-    return RichConsole(file=io.StringIO(), width=100, force_terminal=terminal)
 
 
 class Clock:
@@ -111,16 +108,6 @@ def test_a_resumed_run_estimates_from_where_it_began(clock):
         clock.now += 50
         progress(95, 100, "block")
     assert console.err.file.getvalue() == "learning: block, 95/100, 50.0 s left\n"
-
-
-def test_a_terminal_gets_a_bar_that_goes_away():
-    console = Console(stream(terminal=True), stream(terminal=True))
-    with console.stage("learning") as progress:
-        progress(3, 8, "block three")
-    shown = console.err.file.getvalue()
-    assert "learning" in shown or "block three" in shown
-    assert shown.endswith("\x1b[2K")  # the last thing is to clear the line
-    assert console.out.file.getvalue() == ""
 
 
 def test_quiet_shows_no_progress(clock):

@@ -1,5 +1,4 @@
 import copy
-import math
 import re
 
 import numpy as np
@@ -8,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lowering_cases import NETWORKS, finalized
 from nets import (
     Chain,
     TinyMobileNet,
@@ -17,92 +17,16 @@ from nets import (
     images,
     seeded,
 )
-from ompq.configs import QuantizeConfig, ReconstructConfig, RoundingConfig
 from ompq.errors import QuantizationError
 from ompq.evaluation import evaluate
-from ompq.integer import finalization, links
-from ompq.integer.arithmetic import CodeGrid
+from ompq.integer import links
 from ompq.integer.engine import IntegerNetwork
-from ompq.integer.finalization import clear_scale, finalize, odd_multiple
+from ompq.integer.finalization import finalize
 from ompq.integer.lowering import Steps, lower, output_names
-from ompq.integer.operators import (
-    Average,
-    Convolution,
-    Flatten,
-    Product,
-    Quantize,
-    Requantize,
-    Sum,
-)
 from ompq.layers import activation_quantizers, quantized_layers
-from ompq.models.builtin_networks import CifarResNet, demo_data
-from ompq.quantization.pipeline import quantize
-from ompq.quantization.record import quantization_of
-from ompq.reconstruction.block_loop import reconstruct
+from ompq.models.builtin_networks import demo_data
 from ompq.runtimes.onnx.onnx_files import export_onnx
-from quantized import quantized, simulated_codes
-
-
-@pytest.mark.parametrize("network", [TinyResNet, TinyMobileNet])
-def test_residual_streams_of_16_bits_are_integers(network):
-    model, samples = seeded(network()), images(16)
-    wide = quantize(model, {"*": (8, 4)}, samples, QuantizeConfig(sum_bits=16))
-    final = finalize(wide, samples)
-    engine = IntegerNetwork.from_quantized(final, samples)
-    engine.assert_integer_only(samples)
-    with torch.no_grad():
-        torch.testing.assert_close(engine(samples), final(samples))
-    codes = [one for one in engine.codes(samples) if one.dtype == torch.int32]
-    assert any(255 < one.max() < 1 << 16 for one in codes)
-    quantizers = activation_quantizers(final)
-    streams = {n: float(q.scale) for n, q in quantizers.items() if q.bits == 16}
-    assert all(math.frexp(scale)[0] == 0.5 for scale in streams.values())
-    again = finalize(final, samples).state_dict()
-    assert all(torch.equal(t, again[key]) for key, t in final.state_dict().items())
-
-
-def test_scales_of_readers_are_odd_multiples():
-    found = [odd_multiple(scale, 0.25) for scale in (0.01, 0.25, 0.6, 0.8, 1.1)]
-    assert found == [0.25, 0.25, 0.75, 0.75, 1.25]
-
-
-class Fire(nn.Module):
-    """SqueezeNet in small: pooling with a ceiling, branches joined, no linear layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, 2), nn.ReLU())
-        self.pool = nn.MaxPool2d(2, 2, ceil_mode=True)
-        self.left = nn.Sequential(nn.Conv2d(6, 4, 1), nn.ReLU())
-        self.right = nn.Sequential(nn.Conv2d(6, 4, 3, padding=1), nn.ReLU())
-        self.head = nn.Sequential(
-            nn.Dropout(0.5), nn.Conv2d(8, 5, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
-        )
-
-    def forward(self, x):
-        x = self.pool(self.stem(x))
-        x = torch.cat([self.left(x), self.right(x)], 1)
-        return torch.flatten(self.head(x), 1)
-
-
-class Vgg(nn.Sequential):
-    """VGG in small: pooling between convolutions, several linear layers."""
-
-    def __init__(self):
-        super().__init__(
-            nn.Conv2d(3, 8, 3, padding=1),
-            nn.BatchNorm2d(8),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(2),
-            nn.Conv2d(8, 8, 3, padding=1, groups=2),
-            nn.ReLU(inplace=True),
-            nn.AvgPool2d(2),
-            nn.Flatten(),
-            nn.Linear(32, 16),
-            nn.ReLU(inplace=True),
-            nn.Dropout(),
-            nn.Linear(16, 5),
-        )
+from quantized import quantized
 
 
 class Shared(nn.Module):
@@ -117,30 +41,6 @@ class Shared(nn.Module):
         return self.act(self.second(self.act(self.first(x)))).mean((2, 3))
 
 
-NETWORKS = {
-    "resnet": lambda: seeded(TinyResNet()),
-    "mobilenet": lambda: seeded(TinyMobileNet()),
-    "fire": lambda: seeded(Fire()),
-    "vgg": lambda: seeded(Vgg()),
-    "cifar": lambda: seeded(CifarResNet(8)),
-}
-
-
-@pytest.mark.parametrize("activation", [3, 8])
-@pytest.mark.parametrize("name", NETWORKS)
-def test_integers_agree_with_the_simulated_network(name, activation):
-    size = 32 if name == "cifar" else 8
-    samples = images(8, size)
-    network = quantized(NETWORKS[name](), samples, activation=activation)
-    network = finalize(network, samples)
-    engine = IntegerNetwork.from_quantized(network, samples)
-    engine.assert_integer_only(samples[:2])
-    found = engine(images(6, size, seed=3))
-    with torch.no_grad():
-        expected = network(images(6, size, seed=3))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
 def test_demo_network_keeps_its_accuracy():
     data = demo_data()
     network = finalize(
@@ -153,52 +53,6 @@ def test_demo_network_keeps_its_accuracy():
     assert found.top1 > 0.9
 
 
-def test_logits_are_integers_with_a_scale():
-    samples = images(8)
-    engine = IntegerNetwork.from_quantized(
-        quantized(NETWORKS["resnet"](), samples), samples
-    )
-    codes = engine.input_codes(samples)
-    assert codes.dtype == torch.uint8
-    (logits,) = engine.integer_outputs(codes)
-    assert logits.dtype == torch.int32
-    scale = engine.steps.steps[-1].grid.scale
-    assert torch.equal((logits.double() * scale).float(), engine(samples))
-    assert logits.abs().max() > 2**20  # fine enough for any comparison
-
-
-def test_many_images_run_in_parts(monkeypatch):
-    samples = images(8)
-    engine = IntegerNetwork.from_quantized(
-        quantized(NETWORKS["resnet"](), samples), samples
-    )
-    whole = engine(samples)
-    monkeypatch.setattr("ompq.integer.engine._ELEMENTS", 1)
-    assert torch.equal(engine(samples), whole)
-
-
-def test_network_may_end_in_a_clipped_sum():
-    class Ending(nn.Module):
-        def __init__(self, function):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3)
-            self.last = nn.Linear(4, 4)
-            self.function = function
-
-        def forward(self, x):
-            return self.function(self.last(F.relu(self.conv(x)).mean((2, 3))))
-
-    for function in (F.relu, lambda x: x.clamp(-0.1, 0.2)):
-        network = finalize(
-            quantized(seeded(Ending(function)), images(), weight=8), images()
-        )
-        engine = IntegerNetwork.from_quantized(network, images())
-        with torch.no_grad():
-            expected = network(images(4, seed=3))
-        found = engine(images(4, seed=3))
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_network_may_end_in_codes():
     samples = images(8)
     steps = lower(quantized(NETWORKS["resnet"](), samples), samples)
@@ -208,78 +62,6 @@ def test_network_may_end_in_codes():
         IntegerNetwork(steps).codes(samples)[4].float() - grid.zero_point
     )
     torch.testing.assert_close(engine(samples), expected)
-
-
-def test_images_of_another_size_are_refused():
-    samples = images(8)
-    engine = IntegerNetwork.from_quantized(
-        quantized(NETWORKS["resnet"](), samples), samples
-    )
-    with pytest.raises(ValueError, match=r"shape \(3, 9, 9\) do not fit.*\(3, 8, 8\)"):
-        engine(images(2, 9))
-
-
-def test_a_float_inside_is_found(monkeypatch):
-    samples = images(8)
-    engine = IntegerNetwork.from_quantized(
-        quantized(NETWORKS["resnet"](), samples), samples
-    )
-
-    def cheat(self, values):
-        return values[0].float().sum((2, 3), keepdim=True).long()
-
-    monkeypatch.setattr("ompq.integer.operators.Average.compute", cheat)
-    with pytest.raises(
-        QuantizationError, match="computes with floats, .* not integer-only"
-    ):
-        engine.assert_integer_only(samples)
-
-
-def test_float_numbers_are_found_as_well(monkeypatch):
-    samples = images(8)
-    engine = IntegerNetwork.from_quantized(
-        quantized(NETWORKS["resnet"](), samples), samples
-    )
-    monkeypatch.setattr(
-        "ompq.integer.operators.Average.compute",
-        lambda self, values: torch.pow(values[0].sum((2, 3), True), 1.0),
-    )
-    with pytest.raises(QuantizationError, match="computes with floats"):
-        engine.assert_integer_only(samples)
-
-
-def test_residual_network_becomes_steps():
-    steps = lower(quantized(seeded(TinyResNet()), images()), images())
-    assert [type(step.operator) for step in steps.steps] == [
-        Quantize,
-        *[Convolution] * 3,
-        Sum,
-        *[Convolution] * 3,
-        Sum,
-        Average,
-        Flatten,
-        Product,
-    ]
-    names = [step.name for step in steps.steps]
-    assert names[:4] == ["input", "stem", "block1.conv1", "block1.conv2"]
-    assert len(set(names)) == len(names)
-    assert steps.input_shape == (3, 8, 8)
-    block = steps.steps[4]
-    assert block.inputs == (3, 1)
-    assert (block.low, block.shape) == (0.0, (8, 8, 8))
-    assert steps.steps[-1].grid.wide
-    assert steps.outputs == {"logits": len(names) - 1}
-
-
-def test_clipping_goes_into_the_codes():
-    steps = lower(quantized(seeded(TinyMobileNet()), images()), images())
-    stem = steps.steps[1]
-    assert (stem.low, stem.high) == (0.0, 6.0)
-    assert stem.grid.zero_point == 0
-    grid = CodeGrid(scale=0.03, zero_point=0, bits=8)
-    assert grid.limits(0.0, 6.0) == (0, 200)
-    assert CodeGrid(scale=0.1, zero_point=10, bits=4).limits(-0.5, 9.0) == (5, 15)
-    assert CodeGrid(scale=0.1, zero_point=10, bits=4).reach == 10
 
 
 def test_lowering_leaves_the_network_as_it_was():
@@ -466,30 +248,6 @@ def test_outputs_are_named():
     assert output_names({"input": one, "b": two}) == ["logits", "output_2"]
 
 
-FINALIZED = {"resnet": TinyResNet, "mobilenet": TinyMobileNet}
-
-
-def finalized(name="resnet", **given):
-    network = quantized(seeded(FINALIZED[name]()), images(16), **given)
-    return finalize(network, images())
-
-
-@pytest.mark.parametrize("activation", [4, 8])
-@pytest.mark.parametrize("name", FINALIZED)
-def test_simulated_codes_equal_those_of_integers(name, activation):
-    network = finalized(name, activation=activation)
-    engine = IntegerNetwork.from_quantized(network, images())
-    found = engine.codes(images(8, seed=7))
-    expected, logits = simulated_codes(network, images(8, seed=7))
-    compared = 0
-    for step, codes in zip(engine.steps.steps, found, strict=True):
-        if not step.grid.wide and codes.shape == expected[step.quantizer][0].shape:
-            assert torch.equal(codes.int(), expected[step.quantizer][0]), step.name
-            compared += 1
-    assert compared >= 9
-    torch.testing.assert_close(engine(images(8, seed=7)), logits, rtol=1e-5, atol=1e-5)
-
-
 def test_finalized_network_gives_the_same_for_any_batch():
     network = finalized("mobilenet")
     with torch.no_grad():
@@ -498,83 +256,6 @@ def test_finalized_network_gives_the_same_for_any_batch():
         double = copy.deepcopy(network).double()(images(8).double())
     assert torch.equal(together, alone)
     torch.testing.assert_close(double.float(), together, rtol=1e-5, atol=1e-6)
-
-
-def test_finalizing_changes_little_and_only_a_copy():
-    given = quantized(seeded(TinyResNet()), images(16), weight=8)
-    before = {key: value.clone() for key, value in given.state_dict().items()}
-    network = finalize(given, images(), saturation_safe=False)
-    assert all(torch.equal(before[k], v) for k, v in given.state_dict().items())
-    assert all(layer.integers is None for layer in quantized_layers(given).values())
-    assert set(network.state_dict()) == set(before)
-    for key, value in network.state_dict().items():
-        torch.testing.assert_close(value, before[key], rtol=0.009, atol=0)
-    with torch.no_grad():
-        x = images(8, seed=7)
-        error = (network(x) - given(x)).norm() / given(x).norm()
-    assert error < 0.02
-
-
-def test_finalizing_twice_is_finalizing_once():
-    once = finalized()
-    twice = finalize(once, images())
-    assert all(
-        torch.equal(value, twice.state_dict()[key])
-        for key, value in once.state_dict().items()
-    )
-
-
-@pytest.mark.parametrize("window", [2, 8, 24])
-@pytest.mark.parametrize("scale", [0.0171, 0.49999, 1.0])
-def test_a_cleared_scale_is_cleared_for_good(scale, window):
-    # With a window of 24 not all results can be kept off the middle.
-    source = CodeGrid(0.02, 0, 8)
-    pool = Average((window, window), (window, window), (0, 0), False)
-    results = pool.possible_results([source])
-    once = clear_scale(results, CodeGrid(scale, 3, 4))
-    assert once == pytest.approx(scale, rel=0.008)
-    assert clear_scale(results, CodeGrid(once, 3, 4)) == once
-
-
-def test_steps_that_share_a_grid_are_cleared_together():
-    class Joined(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
-            self.pool, self.other = nn.AvgPool2d(2), nn.AvgPool2d(2)
-            self.last = nn.Conv2d(6, 2, 1)
-
-        def forward(self, x):
-            joined = torch.cat(
-                (self.pool(self.first(x)), self.other(self.second(x))), 1
-            )
-            return self.last(joined).flatten(1)
-
-    once = finalize(quantized(seeded(Joined()), images(), weight=8), images())
-    steps = lower(once, images()).steps
-    pools = [step for step in steps if isinstance(step.operator, Average)]
-    assert len(pools) == 2 and pools[0].quantizer == pools[1].quantizer
-    for step in pools:
-        results = step.operator.possible_results([steps[step.inputs[0]].grid])
-        assert (
-            margin(results.tolist(), step.grid.scale, step.grid.zero_point, 255) >= 4e-5
-        )
-    twice = finalize(once, images()).state_dict()
-    assert all(torch.equal(v, twice[k]) for k, v in once.state_dict().items())
-
-
-def test_finalized_network_can_be_reconstructed_and_finalized_again():
-    model = seeded(TinyResNet())
-    given = finalize(quantized(model, images(16), weight=3), images())
-    config = ReconstructConfig(rounding=RoundingConfig(iterations=5))
-    better = finalize(reconstruct(given, model, images(16), config), images())
-    record = quantization_of(better)
-    assert record.errors and len(record.links) == len(quantized_layers(better))
-    with torch.no_grad():
-        engine = IntegerNetwork.from_quantized(better, images())
-        torch.testing.assert_close(
-            better(images(8)), engine(images(8)), rtol=1e-5, atol=1e-5
-        )
 
 
 def test_what_is_not_quantized_cannot_be_finalized():
@@ -601,90 +282,10 @@ def test_a_copy_of_a_finalized_network_has_its_own_grids():
     assert {id(each) for pair in layer.integers.grids for each in pair} <= own
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 3, 1)
-        self.first, self.second = nn.ReLU(), nn.ReLU()
-        self.head = nn.Linear(3, 2)
-
-    def forward(self, x):
-        x = self.second(self.conv(self.first(self.conv(x))))
-        return self.head(x.mean((2, 3)))
-
-    @staticmethod
-    def stop(_x):
-        raise RuntimeError("stop")
-
-
-def test_each_call_of_a_layer_has_its_own_grids(monkeypatch):
-    network = finalize(quantized(seeded(Twice()), images(), weight=8), images())
-    calls = [link for link in quantization_of(network).links if link.layer == "conv"]
-    assert [link.source for link in calls] == ["input_quantizer", calls[0].target]
-    assert len({*calls}) == 2
-    engine, codes = IntegerNetwork.from_quantized(network, images()), {}
-    for again in (network, copy.deepcopy(network)):
-        codes, logits = simulated_codes(again, images())
-        torch.testing.assert_close(engine(images()), logits)
-        assert {name: len(found) for name, found in codes.items()} == dict.fromkeys(
-            activation_quantizers(network), 1
-        )
-    # A pass that fails between the calls does not disturb the next one.
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="stop"):
-        patched.setattr(network.second, "forward", Twice.stop)
-        network(images())
-    with torch.no_grad():
-        assert torch.equal(network(images()), logits)
-    assert len(finalize(network, images())._forward_pre_hooks) == len(
-        network._forward_pre_hooks
-    )
-
-
 def test_what_integers_cannot_do_cannot_be_finalized():
     network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GELU(), nn.Conv2d(4, 2, 1))
     with pytest.raises(QuantizationError, match="gelu in 1 has no integer kernel"):
         finalize(quantized(seeded(network), images(), weight=8), images())
-
-
-def margin(values, scale, zero_point, qmax):
-    """Return the least distance from a half, result by result."""
-    distances = [
-        abs(value / scale + zero_point - int(value / scale + zero_point) - 0.5)
-        for value in values
-        if -1 < value / scale + zero_point < qmax + 1
-    ]
-    return min(distances)
-
-
-def test_no_sum_lies_halfway():
-    first, second = CodeGrid(0.02, 3, 4), CodeGrid(0.03, 0, 4)
-    target = CodeGrid(0.04, 5, 4)  # (0.02 * 3) / 0.04 is a half
-    values = [
-        first.scale * (a - first.zero_point) + second.scale * (b - second.zero_point)
-        for a in range(16)
-        for b in range(16)
-    ]
-    assert margin(values, target.scale, 5, 15) < 1e-9
-    scale = clear_scale(Sum().possible_results([first, second]), target)
-    assert scale == pytest.approx(target.scale, rel=0.008)
-    assert margin(values, scale, 5, 15) >= 4e-5
-
-
-def test_no_average_lies_halfway():
-    source = CodeGrid(0.02, 0, 8)
-    results = Average((2, 2), (2, 2)).possible_results([source])
-    scale = clear_scale(results, source)
-    values = [source.scale * total / 4 for total in range(4 * 255 + 1)]
-    assert margin(values, source.scale, 0, 255) < 1e-9
-    assert margin(values, scale, 0, 255) >= 4e-5
-
-
-def test_scales_that_are_clear_stay_and_huge_averages_too():
-    source = CodeGrid(0.02, 0, 8)
-    whole = Average((64, 64), (64, 64), whole=True).possible_results([source])
-    assert clear_scale(whole, source) == source.scale
-    other = CodeGrid(float(torch.tensor(0.0231)), 0, 8)
-    assert clear_scale(Requantize().possible_results([source]), other) == other.scale
 
 
 @pytest.mark.parametrize("safe", [False, True])
@@ -762,17 +363,6 @@ def test_coarser_channels_keep_their_sums():
             errors.append(steps.flatten(1).sum(1)[changed].abs().max().item())
     assert max(found) < 1.0 < max(nearest)
     assert set(lower(network, images()).saturating()) <= {"stem", "head"}
-
-
-def test_groups_have_no_integer_form():
-    network = seeded(nn.Sequential(nn.Flatten(), nn.Linear(192, 6), nn.ReLU()))
-    config = QuantizeConfig(group_size=64)
-    made = quantize(network, {"*": 4}, images(8), config)
-    words = "has a scale for each group of 64 weights and so no integer kernel"
-    with pytest.raises(QuantizationError, match=words):
-        finalize(made, images(8))
-    same, arithmetic = finalization.finalize_if_possible(made, images(8))
-    assert same is made and words in arithmetic
 
 
 class UNet(nn.Module):

@@ -4,21 +4,15 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 import typer
 
 from cli_tools import NETWORK, run
-from ompq.cli import freed_memory
 from ompq.cli.commands import COMMANDS
-from ompq.cli.freed_memory import keep_freed_memory
 from ompq.cli.main import explain_error
 from ompq.errors import OmpqError
 from ompq.user_functions import user_function
-
-DOCS = Path(__file__).parents[1] / "docs" / "cli.md"
 
 
 def program(*words: str, **settings: object) -> subprocess.CompletedProcess[str]:
@@ -32,31 +26,6 @@ def program(*words: str, **settings: object) -> subprocess.CompletedProcess[str]
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         **settings,
     )
-
-
-def options_of(name: str) -> set[str]:
-    command = COMMANDS[name].load()
-    return {word for one in command.params for word in one.opts if word[:2] == "--"}
-
-
-def test_help_names_every_command_and_imports_none_of_them():
-    """Help and completion must be quick; PyTorch takes seconds to import."""
-    code = (
-        "import sys, ompq\n"
-        "before = set(sys.modules)\n"
-        "from ompq.cli.main import app\n"
-        "try:\n    app(['--help'])\n"
-        "finally:\n    print(*(set(sys.modules) - before), file=sys.stderr)"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0
-    imported = result.stderr.split()
-    assert "ompq.cli.main" in imported
-    assert not {"torch", "numpy", "scipy", "ompq.cli.decisions"} & set(imported)
-    for name, entry in COMMANDS.items():
-        assert re.search(rf"{name} +{re.escape(entry.summary[:40])}", result.stdout)
 
 
 CORE = [name for name, one in COMMANDS.items() if one.module == "ompq.cli.commands"]
@@ -128,17 +97,6 @@ def test_version_is_that_of_the_package():
     assert re.fullmatch(r"ompq \d+\.\d+\.\d+\n", result.stdout)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_each_command_has_examples_before_its_options(name):
-    result = run(name, "--help", env={"COLUMNS": "80"})
-    assert result.exit_code == 0
-    examples = result.stdout.index("Examples:")
-    assert f"ompq {name} " in result.stdout[examples:]
-    assert examples < result.stdout.index("Options")
-    assert max(map(len, result.stdout.splitlines())) <= 80
-    assert COMMANDS[name].summary.split(",")[0].rstrip(".")[:30] in result.stdout
-
-
 @pytest.mark.parametrize(
     "words",
     [("scores",), ("budget", "ompq:demo"), ("reproduce", "--list")],
@@ -149,42 +107,6 @@ def test_a_narrow_terminal_cuts_no_cell_at_its_end(words):
     assert len(lines) > 3
     assert max(map(len, lines)) <= 60
     assert not [line for line in lines if re.search("…( |$)", line)]
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_breaks_its_lines_where_the_terminal_ends(name):
-    shown = run(name, "--help", env={"COLUMNS": "80"}).stdout.partition("╭")[0]
-    paragraphs = re.split(r"\n *\n", shown)
-    for part in paragraphs:
-        lines = [line.strip() for line in part.strip().splitlines()]
-        if "Examples:" in lines:
-            assert all(re.match(r"ompq |-", line) for line in lines[1:]), lines
-        else:
-            assert lines == textwrap.wrap(" ".join(lines), 78)
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_examples_are_of_options_that_exist(name):
-    help_text = COMMANDS[name].load().help
-    examples = help_text.partition("Examples:")[2].partition("\n\n")[0]
-    used = set(re.findall(r"--[a-z-]+", examples))
-    # Those of ompq run are of the command that its file names.
-    assert used <= options_of("quantize" if name == "run" else name)
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_docs_name_each_command_and_all_its_options(name):
-    text = DOCS.read_text()
-    assert f"## ompq {name}\n" in text
-    for word in options_of(name):
-        assert re.search(rf"`{word}\b", text), word
-
-
-def test_docs_name_no_option_that_does_not_exist():
-    known = {word for name in COMMANDS for word in options_of(name)}
-    known |= {"--help", "--version", "--install-completion", "--show-completion"}
-    known |= {"--no-deps"}  # of pip
-    assert set(re.findall(r"--[a-z-]+[a-z]", DOCS.read_text())) <= known
 
 
 def test_unknown_command_is_one_line_with_a_suggestion():
@@ -358,20 +280,6 @@ def test_large_pieces_are_cleared_by_the_system_only_once():
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     left, kept = map(int, run.stdout.split())
     assert kept < left / 4
-
-
-@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
-def test_settings_of_the_user_are_left_alone(monkeypatch, name):
-    monkeypatch.setenv(name, "1")
-    assert not keep_freed_memory()
-
-
-def test_other_systems_and_libraries_are_left_alone(monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "platform", "darwin")
-        assert not keep_freed_memory()
-    monkeypatch.setattr(freed_memory.ctypes, "CDLL", lambda _name: object())
-    assert not keep_freed_memory()
 
 
 def test_errors_of_the_system_are_one_line_whatever_they_carry():

@@ -1,38 +1,26 @@
-import argparse
 import logging
 import pickle
 import random
-import runpy
 import socket
 import sys
 import urllib.request
 import zipfile
-from dataclasses import replace
-from pathlib import Path
 from urllib.error import URLError
 
-import numpy as np
 import pytest
 import timm
 import torch
 import torchvision
 from huggingface_hub import constants
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
+from named_models_cases import network, same, saved
 from nets import demo_network
 from ompq.datasets.named_data import load_data
 from ompq.errors import MissingExtraError, ModelError
 from ompq.models import named_models
-from ompq.models.builtin_networks import (
-    DEMO_WEIGHTS,
-    CifarResNet,
-    DemoNetwork,
-    InvertedResidual,
-    PadShortcut,
-    cifar_resnet18,
-    demo_data,
-)
+from ompq.models.builtin_networks import CifarResNet, demo_data
 from ompq.models.named_models import downloading, load_model, output_count
 from ompq.models.weight_files import check_weights, load_weights
 from ompq.network.graph import trace
@@ -294,145 +282,6 @@ def test_network_that_does_not_take_its_input_shape(tmp_path):
         output_count(model)
 
 
-def network(seed=0):
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return net
-
-
-def saved(path, state):
-    if path.suffix == ".safetensors":
-        save_file(state, path)
-    else:
-        torch.save(state, path)
-    return path
-
-
-def same(a, b):
-    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
-    return all(torch.equal(x, y) for x, y in pairs)
-
-
-@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".pth"])
-def test_weights_come_back_from_each_kind_of_file(tmp_path, suffix):
-    source, target = network(1), network(2)
-    load_weights(target, saved(tmp_path / f"w{suffix}", source.state_dict()), "net")
-    assert same(source, target)
-
-
-def test_half_precision_becomes_the_networks_own(tmp_path):
-    source, target = network(1), network(2)
-    half = {k: v.half() if v.is_floating_point() else v for k, v in
-            source.state_dict().items()}  # fmt: skip
-    load_weights(target, saved(tmp_path / "w.safetensors", half), "net")
-    assert target[0].weight.dtype == torch.float32
-    assert torch.equal(target[0].weight, source[0].weight.half().float())
-
-
-def test_counters_of_batch_norm_may_be_absent(tmp_path):
-    source, target = network(1), network(2)
-    state = {k: v for k, v in source.state_dict().items() if "tracked" not in k}
-    load_weights(target, saved(tmp_path / "w.safetensors", state), "net")
-    assert same(source, target)
-
-
-@pytest.mark.parametrize("wrapper", ["state_dict", "model", "model_state_dict", "net"])
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
-def test_checkpoints_of_training_scripts_are_unwrapped(tmp_path, wrapper, prefix):
-    source, target = network(1), network(2)
-    state = {f"{prefix}{key}": value for key, value in source.state_dict().items()}
-    options = argparse.Namespace(lr=0.1, arch="resnet18")
-    torch.save(
-        {wrapper: state, "epoch": 3, "args": options, "best": torch.tensor(0.7)},
-        tmp_path / "w.pth.tar",
-    )
-    load_weights(target, tmp_path / "w.pth.tar", "net")
-    assert same(source, target)
-
-
-# How pytorchcv and BRECQ name the parts of torchvision's networks, part by part in
-# torchvision's own order: a second account of the mapping, written as a table.
-def pytorchcv_resnet(depths, convolutions):
-    names = ["features.init_block.conv.conv", "features.init_block.conv.bn"]
-    for stage, depth in enumerate(depths, 1):
-        for unit in range(1, depth + 1):
-            at = f"features.stage{stage}.unit{unit}"
-            for number in range(1, convolutions + 1):
-                names += [f"{at}.body.conv{number}.{part}" for part in ("conv", "bn")]
-            if unit == 1 and (stage > 1 or convolutions == 3):
-                names += [f"{at}.identity_conv.{part}" for part in ("conv", "bn")]
-    return [*names, "output"]
-
-
-def pytorchcv_mobilenet():
-    names = ["features.init_block.conv", "features.init_block.bn"]
-    for stage, depth in enumerate([1, 2, 3, 7, 4], 1):
-        for unit in range(1, depth + 1):
-            for number in (2, 3) if stage == 1 else (1, 2, 3):
-                at = f"features.stage{stage}.unit{unit}.conv{number}"
-                names += [f"{at}.conv", f"{at}.bn"]
-    return [*names, "features.final_block.conv", "features.final_block.bn", "output"]
-
-
-def brecq_mobilenet():
-    names = ["features.0.0", "features.0.1"]
-    for block in range(1, 18):
-        places = (0, 1, 3, 4) if block == 1 else (0, 1, 3, 4, 6, 7)
-        names += [f"features.{block}.conv.{place}" for place in places]
-    return [*names, "features.18.0", "features.18.1", "classifier.1"]
-
-
-def renamed(net, names):
-    """Return the state under other names, shuffled: the order should not matter."""
-    own = [
-        name
-        for name, module in net.named_modules()
-        if isinstance(module, nn.Conv2d | nn.BatchNorm2d | nn.Linear)
-    ]
-    table = dict(zip(own, names, strict=True))
-    state = {
-        f"{table[key.rpartition('.')[0]]}.{key.rpartition('.')[2]}": value
-        for key, value in net.state_dict().items()
-    }
-    return dict(sorted(state.items(), key=lambda item: item[0][::-1]))
-
-
-@pytest.mark.parametrize(
-    ("build", "names"),
-    [
-        (torchvision.models.resnet18, pytorchcv_resnet([2, 2, 2, 2], 2)),
-        (torchvision.models.resnet50, pytorchcv_resnet([3, 4, 6, 3], 3)),
-        (torchvision.models.mobilenet_v2, brecq_mobilenet()),
-    ],
-)
-def test_names_of_other_libraries_are_mapped(tmp_path, build, names, caplog):
-    source, target = build(), build()
-    path = saved(tmp_path / "w.pth", renamed(source, names))
-    load_weights(target, path, "net")
-    assert same(source, target)
-    assert ("with a b, such as resnet50b" in caplog.text) == (
-        build is torchvision.models.resnet50
-    )
-
-
-def test_pytorchcvs_classifier_of_mobilenet_becomes_a_linear_layer(tmp_path):
-    source, target = (torchvision.models.mobilenet_v2() for _ in range(2))
-    nn.init.zeros_(source.classifier[1].bias)
-    state = renamed(source, pytorchcv_mobilenet())
-    del state["output.bias"]
-    state["output.weight"] = state["output.weight"][:, :, None, None]
-    load_weights(target, saved(tmp_path / "w.pth", state), "net")
-    assert same(source, target)
-    # With an expansion in the first block it is another network.
-    state["features.stage1.unit1.conv1.conv.weight"] = torch.zeros(32, 32, 1, 1)
-    words = r"does not fit net: .*unexpected features.1.conv1.conv.weight"
-    with pytest.raises(ModelError, match=words):
-        load_weights(target, saved(tmp_path / "w.pth", state), "net")
-
-
 @pytest.mark.parametrize(
     "odd",
     [
@@ -474,15 +323,6 @@ def test_whatever_is_damaged_is_one_clear_error(tmp_path, seed):
     except ModelError as error:
         assert "w.pt" in str(error)
         assert same(target, network(2))
-
-
-def test_auxiliary_classifiers_are_left_out_with_a_word(tmp_path, caplog):
-    source, target = network(1), network(2)
-    state = {**source.state_dict(), "aux1.conv.weight": torch.ones(1)}
-    with caplog.at_level(logging.INFO):
-        load_weights(target, saved(tmp_path / "w.safetensors", state), "net")
-    assert same(source, target)
-    assert "1 auxiliary tensors are not used" in caplog.text
 
 
 def test_every_difference_is_listed_and_cut_at_five(tmp_path):
@@ -560,15 +400,6 @@ def test_weight_that_is_no_number_is_named(value):
         check_weights(net, "net")
 
 
-def test_infinite_buffer_is_in_order_but_nan_is_not():
-    net = network()
-    net.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
-    check_weights(net, "net")
-    net[1].running_var[0] = float("nan")
-    with pytest.raises(ModelError, match=r"infinity in 1.running_var"):
-        check_weights(net, "net")
-
-
 def fail(*_, **__):
     raise OSError("no such host")
 
@@ -601,120 +432,11 @@ def test_without_the_hub_client_downloads_are_guarded_all_the_same(monkeypatch):
         raise OSError("x")
 
 
-def published_keys(depth):
-    norm = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-    keys = {"conv1.weight", "linear.weight", "linear.bias"}
-    keys |= {f"bn1.{key}" for key in norm}
-    for stage in (1, 2, 3):
-        for block in range((depth - 2) // 6):
-            for i in (1, 2):
-                keys.add(f"layer{stage}.{block}.conv{i}.weight")
-                keys |= {f"layer{stage}.{block}.bn{i}.{key}" for key in norm}
-    return keys
-
-
-@pytest.mark.parametrize(("depth", "parameters"), [(20, 269_722), (56, 853_018)])
-def test_keys_and_parameters_are_those_of_the_published_network(depth, parameters):
-    network = CifarResNet(depth)
-    assert set(network.state_dict()) == published_keys(depth)
-    assert sum(p.numel() for p in network.parameters()) == parameters
-
-
-def test_shortcut_subsamples_and_pads_channels_on_both_sides():
-    x = torch.arange(2 * 2 * 4 * 4, dtype=torch.float32).view(2, 2, 4, 4)
-    y = PadShortcut(4)(x)
-    assert y.shape == (2, 6, 2, 2)
-    for n in range(2):
-        for row in range(2):
-            for column in range(2):
-                expected = [0, 0, *x[n, :, 2 * row, 2 * column].tolist(), 0, 0]
-                assert y[n, :, row, column].tolist() == expected
-
-
-def test_resnet18_keeps_the_resolution_in_its_stem():
-    network = cifar_resnet18().eval()
-    with torch.no_grad():
-        stem = network.maxpool(network.conv1(torch.zeros(1, 3, 32, 32)))
-        logits = network(torch.zeros(1, 3, 32, 32))
-    assert stem.shape == (1, 64, 32, 32)
-    assert logits.shape == (1, 10)
-
-
-@pytest.mark.parametrize("width", [0.375, 2.0])
-def test_the_channels_of_resnet18_are_multiplied(width):
-    network, usual = cifar_resnet18(width=width).eval(), cifar_resnet18()
-    assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
-    shapes = {name: [*value.shape] for name, value in network.state_dict().items()}
-    assert shapes == {
-        name: [int(n * width) if n >= 64 else n for n in value.shape]
-        for name, value in usual.state_dict().items()
-    }
-    strides = [m.stride for m in usual.modules() if isinstance(m, torch.nn.Conv2d)]
-    own = [m.stride for m in network.modules() if isinstance(m, torch.nn.Conv2d)]
-    assert own == strides
-    spread = network.layer4[1].conv2.weight.std().item()
-    assert spread == pytest.approx((2 / (9 * 512 * width)) ** 0.5, rel=0.05)
-
-
-def test_depth_that_is_no_6n_plus_2_is_refused():
-    with pytest.raises(ValueError, match="depth=21 is not 6n \\+ 2"):
-        CifarResNet(21)
-
-
-SCRIPT = Path(__file__).parents[1] / "scripts" / "train_demo.py"
-
-
-@pytest.fixture(scope="module")
-def script():
-    return runpy.run_path(str(SCRIPT))
-
-
-def test_network_reads_nearly_every_held_out_digit():
-    data = demo_data()
-    network = demo_network()
-    assert not network.training
-    with torch.no_grad():
-        read = network(data.test_images).argmax(1)
-    wrong = [n for n, d in zip(read, data.test_targets, strict=True) if n != d]
-    assert len(wrong) <= 9  # of 450: 98 %
-
-
-def test_weights_are_small_float_and_finite():
-    assert DEMO_WEIGHTS.stat().st_size < 1_000_000
-    weights = load_file(DEMO_WEIGHTS)
-    assert {value.dtype for value in weights.values()} == {torch.float32}
-    assert all(np.isfinite(value.numpy()).all() for value in weights.values())
-    assert 75_000 < sum(p.numel() for p in DemoNetwork().parameters()) < 250_000
-
-
 def test_network_is_the_same_every_time_and_draws_nothing():
     before = torch.random.get_rng_state()
     first, second = demo_network().state_dict(), demo_network().state_dict()
     assert torch.equal(torch.random.get_rng_state(), before)
     assert all(torch.equal(value, second[key]) for key, value in first.items())
-
-
-def test_digits_are_split_once_and_for_all():
-    from sklearn.datasets import load_digits
-
-    data = demo_data()
-    assert data.train_images.shape == (1347, 1, 8, 8)
-    assert data.test_images.shape == (450, 1, 8, 8)
-    train = {image.numpy().tobytes() for image in data.train_images}
-    test = {image.numpy().tobytes() for image in data.test_images}
-    given = load_digits()
-    digit_of = {
-        (image / 16).astype(np.float32).tobytes(): digit
-        for image, digit in zip(given.images, given.target, strict=True)
-    }
-    assert not train & test
-    assert train | test == set(digit_of)
-    for image, digit in zip(data.test_images, data.test_targets, strict=True):
-        assert digit_of[image.numpy().tobytes()] == digit
-    assert data.test_targets[:8].tolist() == [2, 8, 2, 6, 6, 7, 1, 9]
-    assert data.train_targets[:8].tolist() == [2, 8, 9, 7, 2, 1, 4, 9]
-    assert data.train_images.min() == 0
-    assert data.train_images.max() == 1
 
 
 def test_missing_scikit_learn_says_what_to_install(monkeypatch):
@@ -762,59 +484,4 @@ def test_trace_understands_every_part():
         **{f"blocks.{i}": 3 for i in range(6)},
         "head": 1,
         "classifier": 1,
-    }
-
-
-def test_blocks_have_a_shortcut_only_where_shapes_agree():
-    x = torch.ones(1, 4, 4, 4)
-    for channels, stride, size in ((4, 1, 4), (4, 2, 2), (6, 1, 4)):
-        block = InvertedResidual(4, channels, stride=stride).eval()
-        nn.init.zeros_(block.project.weight)  # leaves only what the shortcut brings
-        y = block(x)
-        assert y.shape == (1, channels, size, size)
-        assert torch.equal(y, x) if y.shape == x.shape else not y.any()
-
-
-def test_training_follows_its_seed_alone(script):
-    whole = demo_data()
-    data = replace(
-        whole,
-        train_images=whole.train_images[:256],
-        train_targets=whole.train_targets[:256],
-    )
-    before = torch.random.get_rng_state()
-    first, second = (script["train"](data, epochs=1, seed=3) for _ in range(2))
-    other = script["train"](data, epochs=1, seed=4)
-    assert torch.equal(torch.random.get_rng_state(), before)
-    expected = second.state_dict()
-    for key, value in first.state_dict().items():
-        assert torch.equal(value, expected[key])
-    assert not torch.equal(first.stem.weight, other.stem.weight)
-    assert not first.training
-
-
-def test_shifting_moves_images_by_at_most_one_pixel(script):
-    images = demo_data().train_images[:50]
-    moved = script["shifted"](images, torch.Generator().manual_seed(0))
-    offsets = set()
-    for before, after in zip(images[:, 0].numpy(), moved[:, 0].numpy(), strict=True):
-        canvas = np.zeros((10, 10), dtype=np.float32)
-        canvas[1:9, 1:9] = before
-        windows = {
-            (y, x): canvas[y : y + 8, x : x + 8] for y in range(3) for x in range(3)
-        }
-        found = [at for at, window in windows.items() if (window == after).all()]
-        assert found
-        offsets.update(found)
-    assert len(offsets) == 9
-
-
-def test_script_writes_the_weights(script, tmp_path, monkeypatch):
-    arguments = ["--output", str(tmp_path / "w.safetensors"), "--epochs", "1"]
-    monkeypatch.setattr(sys, "argv", ["train_demo.py", *arguments])
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    script["main"]()
-    written, shipped = load_file(tmp_path / "w.safetensors"), load_file(DEMO_WEIGHTS)
-    assert {key: value.shape for key, value in written.items()} == {
-        key: value.shape for key, value in shipped.items()
     }

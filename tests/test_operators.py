@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nets import images, seeded
+from nets import TinyResNet, images, seeded
 from ompq.errors import QuantizationError
 from ompq.integer.arithmetic import CodeGrid, IntegerWeight
 from ompq.integer.lowering import lower
@@ -13,10 +13,13 @@ from ompq.integer.operators import (
     Codes,
     Concatenate,
     Convolution,
+    Flatten,
     FunctionCall,
     MaxPool,
     Pad,
     PixelShuffle,
+    Product,
+    Quantize,
     Requantize,
     Slice,
     Sum,
@@ -310,3 +313,26 @@ def test_values_are_repeated_as_pytorch_resizes(factors, mode):
     x = torch.arange(24).reshape(1, 2, 3, 4)
     expected = F.interpolate(x.float(), scale_factor=factors, mode=mode)
     assert torch.equal(Upsample(factors).compute([x]).float(), expected)
+
+
+def test_residual_network_becomes_steps():
+    steps = lower(quantized(seeded(TinyResNet()), images()), images())
+    assert [type(step.operator) for step in steps.steps] == [
+        Quantize,
+        *[Convolution] * 3,
+        Sum,
+        *[Convolution] * 3,
+        Sum,
+        Average,
+        Flatten,
+        Product,
+    ]
+    names = [step.name for step in steps.steps]
+    assert names[:4] == ["input", "stem", "block1.conv1", "block1.conv2"]
+    assert len(set(names)) == len(names)
+    assert steps.input_shape == (3, 8, 8)
+    block = steps.steps[4]
+    assert block.inputs == (3, 1)
+    assert (block.low, block.shape) == (0.0, (8, 8, 8))
+    assert steps.steps[-1].grid.wide
+    assert steps.outputs == {"logits": len(names) - 1}

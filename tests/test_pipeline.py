@@ -1,5 +1,4 @@
 import copy
-import gc
 import re
 from dataclasses import replace
 
@@ -24,21 +23,13 @@ from ompq.allocation.problem import Allocation
 from ompq.entropy_coding.rates import to_multiples
 from ompq.errors import PlanError, QuantizationError
 from ompq.grids import Grid
-from ompq.layers import (
-    QuantizedConv2d,
-    StoredValues,
-    activation_quantizers,
-    quantized_layers,
-)
-from ompq.network.folding import fold_norm, norm_affine
+from ompq.layers import QuantizedConv2d, activation_quantizers, quantized_layers
 from ompq.network.graph import bias_key
 from ompq.network.units import Choice
 from ompq.quantization.activation_sites import ActivationSite
 from ompq.quantization.assembly import assemble, quantizer_names
-from ompq.quantization.record import network_totals, quantization_of, with_quantization
 from ompq.weight_ranges import search_weight
-
-SAMPLES = scenes(48)
+from pipeline_cases import SAMPLES
 
 
 def uniform(network, bits, activation=8, samples=SAMPLES):
@@ -61,35 +52,6 @@ def test_eight_bits_change_little_and_fewer_more(make):
     ]
     assert errors[0] < 0.05
     assert errors == sorted(errors)
-
-
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize(
-    "layer",
-    [
-        nn.Conv2d(4, 6, 3, groups=2),
-        nn.ConvTranspose2d(4, 6, 3, groups=2, bias=False),
-        nn.Linear(4, 6),
-    ],
-    ids=lambda layer: type(layer).__name__,
-)
-def test_folding_equals_layer_then_norm(layer, affine):
-    kind = nn.BatchNorm1d if isinstance(layer, nn.Linear) else nn.BatchNorm2d
-    norm = kind(6, affine=affine).eval()
-    generator = torch.Generator().manual_seed(0)
-    for tensor in norm.state_dict().values():
-        if tensor.is_floating_point():
-            tensor.copy_(0.5 + torch.rand(tensor.shape, generator=generator))
-    x = torch.randn(
-        3, 4, *((5, 5) if kind is nn.BatchNorm2d else ()), generator=generator
-    )
-    alone = copy.deepcopy(layer)
-    weight, bias = fold_norm(layer, norm)
-    alone.weight, alone.bias = nn.Parameter(weight), nn.Parameter(bias)
-    with torch.no_grad():
-        torch.testing.assert_close(alone(x), norm(layer(x)), atol=1e-5, rtol=1e-5)
-    scale, shift = norm_affine(norm)
-    assert scale.shape == shift.shape == (6,)
 
 
 def test_norms_are_folded_and_structure_is_kept():
@@ -550,20 +512,6 @@ def test_a_group_of_zeros_does_not_spoil_the_others():
     assert torch.equal(to_multiples(made.weight_scale), made.weight_scale)
 
 
-def test_layers_that_were_replaced_are_freed_at_once():
-    network = seeded(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))))
-    graph, alive = ompq.trace(network, values(8, 4)), []
-
-    def grid(_unit, weight, axis):
-        kept = sum(type(each) is nn.Linear for each in gc.get_objects())
-        alive.append(kept)
-        return search_weight(weight, 4, channel_dim=axis), weight
-
-    bits = dict.fromkeys(graph.names, Choice(4, 32))
-    assemble(network, graph, bits, [], weight_grid=grid, activation_grids=[])
-    assert [alive[0] - kept for kept in alive] == [0, 1, 2, 3]
-
-
 class Renamed(nn.Module):
     """A layer and its norm that have two names each, and are called by both."""
 
@@ -591,39 +539,6 @@ def test_a_layer_of_two_names_is_quantized_under_both(tmp_path):
     loaded = ompq.load(tmp_path / "net.ompq.safetensors", model)
     assert loaded.again is loaded.first
     assert torch.equal(loaded(samples), quantized(samples))
-
-
-@pytest.mark.parametrize("accounting", ["packed", "paper"])
-def test_totals_of_a_network_count_learned_bits_and_stored_values(accounting):
-    model = seeded(TinyResNet())
-    config = ompq.PlanConfig(
-        choices=(4,), pinned={"head": 32}, accounting=accounting, score="smallest_first"
-    )
-    plan = ompq.plan(model, SAMPLES, "32bits", config)
-    network = ompq.quantize(model, plan, SAMPLES)
-    assert network_totals(network, plan) == plan.totals
-    record = quantization_of(network)
-    learned = Choice(6, 8)  # which is not among the plan's choices
-    bits = Allocation({**record.allocation, "block1.conv1": learned})
-    with_quantization(network, replace(record, allocation=bits))
-    quantized_layers(network)["block1.conv2"].rounding = StoredValues("LQ-Nets", 1234)
-    found, units = network_totals(network, plan), plan.graph.units
-    # Both layers have 8 × 8 × 3 × 3 weights and norms of 8 channels. Besides codes, a
-    # packed file has a scale, a zero point and a bias for each channel: 9 bytes.
-    weights, norms = 8 * 8 * 9, 2 * 8
-    more = 2 * (weights if accounting == "packed" else weights + norms) / 8
-    planned = 4 * weights / 8 + 9 * 8
-    if accounting == "paper":
-        planned = 4 * (weights + norms) / 8
-    change = more + 1234 - planned
-    assert found["bytes"] == plan.totals["bytes"] + change
-    ratio = found["bits_per_parameter"] / plan.totals["bits_per_parameter"]
-    assert ratio == pytest.approx(found["bytes"] / plan.totals["bytes"])
-    [unit] = (unit for unit in units if unit.name == "block1.conv1")
-    assert found["bit_ops"] == plan.totals["bit_ops"] + unit.macs * 2 * 8
-    total = sum(one.weights for one in units)
-    average = plan.totals["average_bits"] + 2 * weights / total
-    assert found["average_bits"] == pytest.approx(average)
 
 
 def test_networks_in_double_precision_are_told_what_to_do_before_the_work():

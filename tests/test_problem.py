@@ -9,6 +9,7 @@ from ompq.allocation.problem import Allocation, Problem
 from ompq.cost_tables import Cost
 from ompq.errors import PlanError, ScoreError
 from ompq.network.units import Choice
+from problem_cases import parts
 from tables import problem
 
 BITS = {"stem": Choice(8, 8), "a.conv1": Choice(4, 8), "fc": Choice(4, 6)}
@@ -121,53 +122,6 @@ def test_bits_must_be_for_the_units_of_the_network():
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(PlanError, match=r"nothing\.json is not an allocation"):
         Allocation.load(tmp_path / "nothing.json")
-
-
-def parts(**changes):
-    given = {
-        "names": ("a", "b"),
-        "choices": (Choice(2, 8), Choice(4, 8), Choice(8, 8)),
-        "damage": np.zeros((2, 3)),
-        "costs": {"bytes": Cost("bytes", np.ones((2, 3)))},
-        "allowed": np.ones((2, 3), dtype=bool),
-        "groups": np.arange(2),
-    }
-    return {**given, **changes}
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"damage": np.zeros((3, 2))}, r"damage has shape \(3, 2\), not .* \(2, 3\)"),
-        ({"allowed": np.ones((2, 2), dtype=bool)}, r"allowed has shape \(2, 2\)"),
-        (
-            {"costs": {"bytes": Cost("bytes", np.ones((1, 3)))}},
-            r"cost 'bytes' has shape \(1, 3\)",
-        ),
-        (
-            {"costs": {"bytes": Cost("bytes", np.full((2, 3), np.nan))}},
-            "cost 'bytes' is not finite",
-        ),
-        (
-            {"costs": {"bytes": Cost("bytes", np.ones((2, 3)), np.inf)}},
-            "cost 'bytes' is not finite",
-        ),
-        ({"groups": np.arange(3)}, r"groups has shape \(3,\), not \(2,\)"),
-        (
-            {
-                "names": (),
-                "damage": np.zeros((0, 3)),
-                "groups": np.arange(0),
-                "allowed": np.ones((0, 3), dtype=bool),
-                "costs": {},
-            },
-            "0 units and 3 choices: there must be at least one",
-        ),
-    ],
-)
-def test_tables_must_fit(changes, words):
-    with pytest.raises(ValueError, match=words):
-        Problem(**parts(**changes))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e301])

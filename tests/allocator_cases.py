@@ -1,0 +1,3 @@
+"""What several files of tests share: see test_allocator.py."""
+
+METHODS = ("exact", "relax-round", "relax-dfs", "genetic")
