@@ -1,7 +1,6 @@
 """nn.MultiheadAttention with layers for its projections and visible products."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -307,16 +306,6 @@ def test_scores_and_histograms_take_the_network_itself():
     quantized = ompq.quantize(network, plan, samples)
     shown = ompq.layer_histograms(quantized, network, plan, samples, count=10)
     assert any("in_proj, inputs" in one.name for one in shown)
-
-
-def test_units_of_older_files_are_layers_now():
-    graph = ompq.trace(vision_transformer(), images(1, size=32))
-    older = json.loads(json.dumps(graph.to_json()))
-    for unit in older["units"]:
-        if unit["name"].endswith(("in_proj", "out_proj")):
-            unit["kind"] = "attention"
-            unit["parameter"] = unit["parameter"].replace("in_proj.", "in_proj_")
-    assert ompq.LayerGraph.from_json(older) == graph
 
 
 def test_older_files_have_one_layer_for_several_tensors():

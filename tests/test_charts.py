@@ -224,7 +224,7 @@ def test_float_layers_are_passed_over_and_constants_have_a_bar():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)).eval()
     nn.init.zeros_(model[0].weight)
     samples = torch.ones(6, 4)
-    config = ompq.PlanConfig(pinned={"2": 32}, score="weight_noise")
+    config = ompq.PlanConfig(pinned={"2": 32}, score="smallest_first")
     made = ompq.plan(model, samples, "32bits", config)
     quantized = ompq.quantize(model, made, samples)
     weights, inputs = ompq.layer_histograms(quantized, model, made, samples)

@@ -224,7 +224,7 @@ def test_a_limit_on_an_unknown_cost_says_what_to_do():
     ):
         Budget(latency_ms=5).limits(known)
     with pytest.raises(
-        BudgetError, match="average_bits=3 .* use one of bytes, bit_ops"
+        BudgetError, match="average_bits=3: .* use one of bytes, bit_ops"
     ):
         Budget(average_bits=3).limits(known)
 

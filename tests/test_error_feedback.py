@@ -443,12 +443,6 @@ def test_other_ranges_powers_and_fine_grids_round_to_nearest(bits, more, same):
     assert torch.equal(*codes) == same
 
 
-def test_weights_of_double_precision_stay_double():
-    model, samples = seeded(TinyMobileNet()).double(), scenes(16).double()
-    layers = quantized_layers(rounded(model, samples, 3, output_error=True))
-    assert {layer.weight.dtype for layer in layers.values()} == {torch.float64}
-
-
 STEP = 0.5  # of coded weights: about 2.5 bits for values of variance 1
 
 

@@ -388,6 +388,6 @@ def test_processes_must_read_the_same_batches(monkeypatch):
         def __iter__(self):
             return iter([(inputs, next(readers))])
 
-    monkeypatch.setattr("ompq.parallel.process_count", lambda: 2)
+    monkeypatch.setattr("ompq.evaluation.process_count", lambda: 2)
     with pytest.raises(DataError, match="the processes read different batches"):
         evaluate(network, Shuffled())

@@ -332,7 +332,7 @@ def test_data_by_name(model, monkeypatch):
         asked.append(more)
         return ompq.distilled_samples(*args, **more, steps=2)
 
-    monkeypatch.setattr("ompq.datasets.distillation.distilled_samples", quickly)
+    monkeypatch.setattr("ompq.datasets.named_data.distilled_samples", quickly)
     named = NamedModel(model, "net", SHAPE, (0.5,) * 3, (0.5,) * 3, 8)
     data = load_data("distilled", named, seed=3)
     assert data.name == "distilled" and len(data) == 128

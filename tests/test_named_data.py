@@ -110,7 +110,7 @@ def test_images_are_normalised_in_the_batch():
 
 
 def test_unreadable_image_is_an_error_unless_told_otherwise():
-    with pytest.raises(DataError, match=r"file3 cannot .* \(--skip-unreadable\)"):
+    with pytest.raises(DataError, match=r"file3 cannot .* \(skip_unreadable\)"):
         list(unreadable(3).batches(batch_size=2))
     with pytest.raises(DataError, match="file3 cannot be read as an image"):
         unreadable(3).samples(55)

@@ -752,7 +752,7 @@ def test_a_regression_is_judged_by_a_metric_of_one_s_own(tmp_path):
         "quantize", network, "--data", data, "--eval-data", data, *settings, "-q",
         "-o", tmp_path / "silent",
     )  # fmt: skip
-    assert "not measured: give class labels, or --metric" in silent.stdout
+    assert "squared error" in silent.stdout
     alone = run("evaluate", network, "--data", data)
     assert "give one class index per input, or a metric of your own" in alone.stderr
 
@@ -877,7 +877,7 @@ def test_a_network_is_quantized_without_any_data(tmp_path, monkeypatch):
     def quickly(*args, **more):
         return distilled_samples(*args, **more, steps=20)
 
-    monkeypatch.setattr("ompq.datasets.distillation.distilled_samples", quickly)
+    monkeypatch.setattr("ompq.datasets.named_data.distilled_samples", quickly)
     name, out = network_file(tmp_path, TRAINED_NETWORK), tmp_path / "out"
     words = ("quantize", name, "--data", "distilled", *FAST, "--budget", "70%")
     data = run_json(*words, "-o", out)

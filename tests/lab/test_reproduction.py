@@ -210,14 +210,13 @@ def test_every_row_of_an_ablation_runs(name, words, tmp_path):
     table = EXPERIMENTS[name]
     rows = quick(name, words, tmp_path)["rows"]
     assert rows.keys() == {row.name for row in table.rows}
+    assert sum("skipped" in row for row in rows.values()) < len(rows) / 2
     pinned = {"stem", "fc"} if "resnet18" in name else set()
     free = LAYERS.keys() - pinned
     for row in table.rows:
         found = rows[row.name]
         if "skipped" in found:  # so few layers that they are all worth the same
-            assert (
-                row.name == "-x" and "every choice of every layer" in found["skipped"]
-            )
+            assert "every choice of every layer" in found["skipped"]
             continue
         assert 0 <= found["top1"] <= 1
         bits = {unit: text.split("A")[0] for unit, text in found["bits"].items()}
@@ -463,11 +462,14 @@ def test_hawq_has_labels_if_there_are_any(changed, tmp_path):
     if changed is not None:
         made, labelled = replace(made, data=changed(made.data)), None
     config = replace(
-        PLAN_PROTOCOLS["hawq-v3"], score=Hessian(batches=labelled), **row.plan
+        PLAN_PROTOCOLS["hawq-v3"],
+        score=Hessian(batches=labelled, samples=2, probes=1),
+        **row.plan,
     )
     expected = ompq.plan(made.model.module, made.samples[:8], "32bits", config)
     assert np.allclose(plan_row(row, made).scores.damage, expected.scores.damage)
-    given = Hessian(batches=load_data("random", made.model).batches(limit=32))
+    batches = load_data("random", made.model).batches(limit=32)
+    given = Hessian(batches=batches, samples=2, probes=1)
     labels = replace(config, score=given)
     found = ompq.plan(made.model.module, made.samples[:8], "32bits", labels)
     same = np.allclose(found.scores.damage, expected.scores.damage)

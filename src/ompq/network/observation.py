@@ -15,7 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunction
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
+    register_module_forward_hook,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -115,7 +118,10 @@ class Watch(TorchFunctionMode):
     def __exit__(self, *error: object) -> None:
         """Stop to see calls."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._handles.pop().remove()
+        handle = self._handles.pop()
+        handle.remove()
+        # PyTorch forgets to, and torch.compile then warns of a hook that is gone.
+        _global_forward_hooks_with_kwargs.pop(handle.id, None)
 
     def _show_script(
         self, module: nn.Module, args: Any, kwargs: Any, output: Any
