@@ -112,11 +112,15 @@ def test_blocks_refuse_what_they_cannot_hold():
         ),
         (Grid(scale, middle - 0.5, 4), "the code of 0 must be 8 everywhere"),
     ):
-        with pytest.raises(ompq.ExportError, match=what):
+        with pytest.raises(ompq.errors.ExportError, match=what):
             TYPES[4].rows(weight, grid, "fc")
-    with pytest.raises(ompq.ExportError, match="its 24 inputs are not a multiple of 3"):
+    with pytest.raises(
+        ompq.errors.ExportError, match="its 24 inputs are not a multiple of 3"
+    ):
         TYPES[4].rows(weight[:, :24], Grid(scale[:, :24], middle[:, :24], 4), "fc")
-    with pytest.raises(ompq.ExportError, match="fc has 3 bits, .* use 4, 5, 8 or 32"):
+    with pytest.raises(
+        ompq.errors.ExportError, match="fc has 3 bits, .* use 4, 5, 8 or 32"
+    ):
         type_of(3, "fc")
 
 
@@ -213,10 +217,14 @@ def test_other_tokens_or_logits_are_refused(planned, tmp_path, monkeypatch):
             len(prompts), v, generator=torch.Generator().manual_seed(0)
         ),
     )
-    with pytest.raises(ompq.ExportError, match="splits text into other tokens than"):
+    with pytest.raises(
+        ompq.errors.ExportError, match="splits text into other tokens than"
+    ):
         ompq.export(quantized, path, tokens())
     monkeypatch.setattr(gguf_files, "_compare_tokens", lambda *_: None)
-    with pytest.raises(ompq.ExportError, match="computes other logits than PyTorch"):
+    with pytest.raises(
+        ompq.errors.ExportError, match="computes other logits than PyTorch"
+    ):
         ompq.export(quantized, path, tokens())
     assert not path.exists()
 
@@ -228,7 +236,9 @@ def test_without_llama_the_weights_are_compared(planned, tmp_path, monkeypatch):
     assert result.simulated.logits == 0 and "weights only" in result.runtime
     read = gguf.dequantize
     monkeypatch.setattr(gguf, "dequantize", lambda data, kind: read(data, kind) * 1.001)
-    with pytest.raises(ompq.ExportError, match="holds other values of token_embd.weig"):
+    with pytest.raises(
+        ompq.errors.ExportError, match="holds other values of token_embd.weig"
+    ):
         ompq.export(quantized, tmp_path / "n.gguf", tokens())
     assert not (tmp_path / "n.gguf").exists()
 
@@ -237,26 +247,30 @@ def test_what_cannot_be_written_is_refused(planned, tmp_path):
     network, _, quantized = planned
     path = tmp_path / "m.gguf"
     small = ompq.Budget(gguf_mib=0.01)
-    with pytest.raises(ompq.ExportError, match="more than the budget of gguf:"):
+    with pytest.raises(ompq.errors.ExportError, match="more than the budget of gguf:"):
         ompq.export(quantized, path, tokens(), ompq.ExportConfig(budget=small))
     by_bytes = ompq.quantize(network, {"*": (4, 32)}, tokens())
     with pytest.raises(
-        ompq.ExportError, match="lm_head does not fit Q4_0: the code of"
+        ompq.errors.ExportError, match="lm_head does not fit Q4_0: the code of"
     ):
         ompq.export(by_bytes, path, tokens())
     biased = copy.deepcopy(quantized)
     layer = biased.model.layers[0].mlp.up_proj
     layer.bias = torch.nn.Parameter(torch.zeros(layer.out_features))
-    with pytest.raises(ompq.ExportError, match="no place for .*bias; plan with target"):
+    with pytest.raises(
+        ompq.errors.ExportError, match="no place for .*bias; plan with target"
+    ):
         ompq.export(biased, path, tokens())
     rounded = ompq.quantize(network, {"*": (4, 8)}, tokens())
-    with pytest.raises(ompq.ExportError, match="llama.cpp rounds only weights"):
+    with pytest.raises(ompq.errors.ExportError, match="llama.cpp rounds only weights"):
         ompq.export(rounded, path, tokens())
     other = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1)
     )
     other.name_or_path = network.name_or_path
-    with pytest.raises(ompq.ExportError, match="GPT2LMHeadModel cannot be written as"):
+    with pytest.raises(
+        ompq.errors.ExportError, match="GPT2LMHeadModel cannot be written as"
+    ):
         ompq.export(other, path, tokens())
     made = transformers.LlamaForCausalLM(
         network.config.__class__(
@@ -267,7 +281,9 @@ def test_what_cannot_be_written_is_refused(planned, tmp_path):
             num_attention_heads=1,
         )
     )
-    with pytest.raises(ompq.ExportError, match="holds the tokenizer, and none was fou"):
+    with pytest.raises(
+        ompq.errors.ExportError, match="holds the tokenizer, and none was fou"
+    ):
         ompq.export(made, path, tokens())
     assert not path.exists()
 
