@@ -210,12 +210,14 @@ def test_every_row_of_an_ablation_runs(name, words, tmp_path):
     table = EXPERIMENTS[name]
     rows = quick(name, words, tmp_path)["rows"]
     assert rows.keys() == {row.name for row in table.rows}
-    assert sum("skipped" in row for row in rows.values()) < len(rows) / 2
+    # On so few layers, shifted to be positive, they find all choices equally good.
+    flat = {"-x", "-x^3", "-exp(x)"}
+    assert {key for key, row in rows.items() if "skipped" in row} <= flat
     pinned = {"stem", "fc"} if "resnet18" in name else set()
     free = LAYERS.keys() - pinned
     for row in table.rows:
         found = rows[row.name]
-        if "skipped" in found:  # so few layers that they are all worth the same
+        if "skipped" in found:
             assert "every choice of every layer" in found["skipped"]
             continue
         assert 0 <= found["top1"] <= 1
