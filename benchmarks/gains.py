@@ -16,7 +16,7 @@ import ompq
 from ompq.measurement import Meter, split
 from ompq.network.units import Choice
 from ompq.samples import Samples
-from ompq.schema import read_json
+from ompq.untrusted_json import read_json
 
 
 def main() -> None:

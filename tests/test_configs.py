@@ -21,7 +21,7 @@ from ompq.configs import (
     SmallestConfig,
     TrainConfig,
 )
-from ompq.fields import Config, settings
+from ompq.configuration_checks import Config, settings
 
 ALL = [
     one

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from ompq.errors import CheckpointError
 from ompq.files import read_tensors, write_tensors, write_text
 from ompq.parallel import process_count, share_out
-from ompq.schema import json_object, read_json
+from ompq.untrusted_json import json_object, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor

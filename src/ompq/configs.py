@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args
 
 from ompq.bit_widths import CODED_BITS, FLOAT_BITS, GROUP_SIZES, WIDTHS
-from ompq.fields import (
+from ompq.configuration_checks import (
     BELOW_ONE,
     COUNT,
     FRACTION,

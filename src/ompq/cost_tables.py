@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ompq.bit_widths import FLOAT_BITS, SUM_BITS
 from ompq.network.units import Choice, LiveTensor, Table
-from ompq.schema import json_list, json_object, json_table, json_whole
+from ompq.untrusted_json import json_list, json_object, json_table, json_whole
 
 # Costs that only the network itself can tell.
 FILES = ("onnx_bytes", "graph_bytes", "gguf_bytes")

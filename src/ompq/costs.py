@@ -15,7 +15,7 @@ from ompq.configs import Accounting, LatencyTable
 from ompq.cost_tables import ActivationMemory, Cost
 from ompq.errors import BudgetError, check_known, shorten
 from ompq.network.units import Choice, LayerGraph, LiveTensor, Table, Unit
-from ompq.schema import json_number, json_object, read_json
+from ompq.untrusted_json import json_number, json_object, read_json
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from unicodedata import category
 
 from ompq.errors import FileError, OmpqError
 from ompq.parallel import is_main, wait_for_all
-from ompq.schema import parse_json
+from ompq.untrusted_json import parse_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -46,7 +46,10 @@ from ompq.network.units import (
 )
 from ompq.progress import Progress
 from ompq.registry import Names
-from ompq.schema import (
+from ompq.score_tables import ScoreTable
+from ompq.tabular import data_frame, html_table
+from ompq.targets import Target
+from ompq.untrusted_json import (
     json_list,
     json_number,
     json_object,
@@ -55,9 +58,6 @@ from ompq.schema import (
     json_whole,
     read_json,
 )
-from ompq.score_tables import ScoreTable
-from ompq.tabular import data_frame, html_table
-from ompq.targets import Target
 
 FORMAT = "ompq-plan/2"
 # Cost → the field of a budget that limits it, and its unit.

@@ -34,9 +34,9 @@ from ompq.network.graph import trace
 from ompq.plans import Measurement, Plan, check_plan
 from ompq.progress import Progress
 from ompq.samples import Samples, SamplesLike
-from ompq.schema import json_list, json_number
 from ompq.scores.catalogue import score_name, score_table
 from ompq.scores.table import ScoreInputs
+from ompq.untrusted_json import json_list, json_number
 
 Floats = NDArray[np.float64]
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ompq.network.units import Table
-from ompq.schema import json_list, json_object, json_table, json_text
+from ompq.untrusted_json import json_list, json_object, json_table, json_text
 
 
 @dataclass(frozen=True)

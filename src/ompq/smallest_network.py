@@ -25,7 +25,7 @@ from ompq.quantization.pipeline import quantize
 from ompq.reconstruction.block_loop import reconstruct
 from ompq.refinement import rows
 from ompq.samples import Samples, SamplesLike
-from ompq.schema import json_object
+from ompq.untrusted_json import json_object
 
 _NEEDS = {
     "max_drop": "give batches with class labels or a metric of your own, or use "

@@ -28,7 +28,7 @@ from ompq.bit_widths import FLOAT_BITS, WIDTHS
 from ompq.configs import QuantizeConfig
 from ompq.errors import TargetError, check_known, suggestion
 from ompq.network.units import Choice, Unit
-from ompq.schema import json_flag, json_object, json_text, read_json
+from ompq.untrusted_json import json_flag, json_object, json_text, read_json
 
 FORMAT = "ompq-target/1"
 KINDS = (

@@ -60,7 +60,6 @@ from ompq.report.page import write_report
 from ompq.runtimes.gguf.gguf_files import write_gguf
 from ompq.runtimes.onnx.onnx_files import export_onnx
 from ompq.samples import Samples, SamplesLike
-from ompq.schema import json_object, read_json
 from ompq.sections import (
     Accuracy,
     AgreementSection,
@@ -75,6 +74,7 @@ from ompq.sections import (
     sections_to_json,
 )
 from ompq.smallest_network import Smallest, find_smallest
+from ompq.untrusted_json import json_object, read_json
 
 PLAN_SAMPLES, CALIBRATION_SAMPLES = 64, 1024  # as in the paper and in BRECQ
 ANYTHING = "32bits"  # a budget that every allocation meets

@@ -18,7 +18,7 @@ from ompq.cost_tables import Cost
 from ompq.errors import PlanError, ScoreError, shorten, suggestion
 from ompq.files import write_text
 from ompq.network.units import Choice, by_bits
-from ompq.schema import json_object, read_json
+from ompq.untrusted_json import json_object, read_json
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]

@@ -34,8 +34,8 @@ from ompq.runtimes.exporter import export as write_for_runtime
 from ompq.runtimes.inspection import inspect_onnx, network_name, without_gain
 from ompq.runtimes.onnx.traced_graph import float_model
 from ompq.samples import Batch, Samples
-from ompq.schema import json_object, read_json
 from ompq.sections import AgreementSection
+from ompq.untrusted_json import json_object, read_json
 from ompq.workflow import add_agreement
 
 

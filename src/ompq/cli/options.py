@@ -46,8 +46,7 @@ from typing import (
 import typer
 
 from ompq.cli.console import View, opened, render
-from ompq.errors import CheckpointError, suggestion
-from ompq.fields import (
+from ompq.configuration_checks import (
     Config,
     Setting,
     SettingError,
@@ -55,6 +54,7 @@ from ompq.fields import (
     is_union,
     settings,
 )
+from ompq.errors import CheckpointError, suggestion
 from ompq.files import PLAN
 
 REQUIRED = MISSING  # the default of an option that must be given

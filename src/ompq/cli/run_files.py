@@ -10,7 +10,7 @@ from typing import Any
 
 from ompq.cli.command_registry import COMMANDS
 from ompq.errors import MissingExtraError
-from ompq.schema import read_limited
+from ompq.untrusted_json import read_limited
 
 _LARGEST, _DEEPEST = 1 << 16, 16  # bytes of a file, and values inside values
 

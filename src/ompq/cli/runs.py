@@ -68,13 +68,13 @@ from ompq.parallel import main_has
 from ompq.plans import Plan, read_bits
 from ompq.quantization.record import BlockError, quantization_of
 from ompq.samples import model_device
-from ompq.schema import read_json
 from ompq.sections import Remark
 from ompq.smallest_network import Smallest
 from ompq.training.step import Loss
 from ompq.training.training_batches import TrainingData, as_labelled, checked_length
 from ompq.training.training_loop import train as learn
 from ompq.training.training_run import check_installed
+from ompq.untrusted_json import read_json
 from ompq.user_functions import is_user_function, user_function
 from ompq.workflow import (
     ANYTHING,

@@ -27,12 +27,12 @@ from ompq.planning import plan as make_plan
 from ompq.plans import Plan
 from ompq.progress import Progress, no_progress
 from ompq.samples import Batch, Samples, SamplesLike
-from ompq.schema import json_list, json_object
 from ompq.scores.catalogue import score_name
 from ompq.scores.orthogonality import measure_orm
 from ompq.scores.table import Random, Score
 from ompq.scores.weight_noise import rounded_weights
 from ompq.sections import AuditedRanks
+from ompq.untrusted_json import json_list, json_object
 
 Floats = NDArray[np.float64]
 FORMAT = "ompq-audit/1"

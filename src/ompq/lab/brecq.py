@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from ompq.configs import ReconstructConfig
-from ompq.fields import COUNT, FRACTION, NOT_NEGATIVE, POSITIVE, Config, setting
+from ompq.configuration_checks import (
+    COUNT,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Config,
+    setting,
+)
 from ompq.layers import (
     ActivationQuantizer,
     QuantizedLayer,

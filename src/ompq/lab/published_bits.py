@@ -14,7 +14,7 @@ from types import MappingProxyType
 from ompq.allocation.problem import Allocation
 from ompq.errors import PlanError, shorten, suggestion
 from ompq.network.units import Choice
-from ompq.schema import json_object, read_json
+from ompq.untrusted_json import json_object, read_json
 
 _FILE = Path(__file__).with_name("data") / "published_bits.json"
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ompq.bit_widths import CODED_BITS, GROUP_SIZES
 from ompq.errors import PatternError, shorten, suggestion
-from ompq.schema import json_list, json_number, json_record, json_whole
+from ompq.untrusted_json import json_list, json_number, json_record, json_whole
 
 Table = NDArray[np.float64]
 

@@ -26,7 +26,7 @@ from ompq.entropy_coding.compressed_bytes import with_squeezed
 from ompq.errors import MissingExtraError, PackedFileError
 from ompq.files import read_arrays, replacing
 from ompq.packed.structure import BROKEN, GRAPH, MOST_NAMED, PACKED_FORMAT, reason_of
-from ompq.schema import json_list, json_number, json_whole, parse_json
+from ompq.untrusted_json import json_list, json_number, json_whole, parse_json
 
 _LARGEST = 1 << 28  # bytes; inflating a graph must not fill the memory
 _LONGEST_TEXT = 1 << 24  # bytes of JSON that describe units and constants

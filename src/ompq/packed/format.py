@@ -59,7 +59,7 @@ from ompq.quantization.activation_sites import ActivationSite, Link
 from ompq.quantization.equalization import Equalized
 from ompq.quantization.products import OPERANDS
 from ompq.quantization.record import BlockError, Quantization
-from ompq.schema import (
+from ompq.untrusted_json import (
     json_list,
     json_object,
     json_record,

@@ -6,7 +6,7 @@ from typing import Any
 
 from ompq.errors import OmpqError
 from ompq.files import shown
-from ompq.schema import json_object, parse_json
+from ompq.untrusted_json import json_object, parse_json
 
 PACKED_FORMAT = "ompq-packed/3"
 GRAPH = "graph"  # the tensor of a packed file that holds the ONNX file

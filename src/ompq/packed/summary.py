@@ -14,7 +14,7 @@ from ompq.packed.structure import (
     read_structure,
     reason_of,
 )
-from ompq.schema import json_list, json_object, json_text, json_whole
+from ompq.untrusted_json import json_list, json_object, json_text, json_whole
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from ompq.network.units import Choice, LayerGraph, Table
 from ompq.outputs import Outputs
 from ompq.progress import Progress, no_progress
 from ompq.samples import Samples, model_device
-from ompq.schema import json_number, json_object
 from ompq.score_tables import ScoreTable
+from ompq.untrusted_json import json_number, json_object
 
 logger = logging.getLogger(__name__)
 _KIND = "score table"

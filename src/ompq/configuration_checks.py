@@ -12,8 +12,8 @@ Example:
     ...     pace: Literal["slow", "fast"] = setting("slow", "How fast to go.")
     >>> Walk(pace="quick")
     Traceback (most recent call last):
-    ompq.fields.SettingError: The 'pace' of Walk must be one of 'slow', 'fast'. Got \
-'quick'.
+    ompq.configuration_checks.SettingError: The 'pace' of Walk must be one of 'slow', \
+'fast'. Got 'quick'.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import pytest
 
 from ompq.files import write_text
-from ompq.schema import (
+from ompq.untrusted_json import (
     json_list,
     json_number,
     json_object,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from ompq.fields import (
+from ompq.configuration_checks import (
     BELOW_ONE,
     COUNT,
     FRACTION,
