@@ -13,12 +13,12 @@ from torch import nn
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import ExportError, MissingExtraError
 from ompq.layers import quantized_layers
+from ompq.optional_libraries import optional_library
 from ompq.runtimes import benchmark as timing
 from ompq.runtimes.benchmark import (
     Input,
     inputs_of,
     installed_runtimes,
-    load_runtime,
     peak_memory,
     runner,
     time_files,
@@ -181,7 +181,7 @@ def test_what_cannot_be_measured_is_told(files, tmp_path, monkeypatch):
         runner(tmp_path / "broken.onnx", IMAGE)
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(MissingExtraError, match="openvino is not installed"):
-        load_runtime("openvino")
+        optional_library("openvino", "openvino")
 
 
 def test_what_gains_nothing_is_told(files, tmp_path):
@@ -226,7 +226,7 @@ def test_what_openvino_refuses_is_told_in_one_line(monkeypatch, tmp_path):
             raise RuntimeError(f"no such operator in {path}\nand a long trace")
 
     library = SimpleNamespace(Core=Core)
-    monkeypatch.setattr(timing, "load_runtime", lambda _: library)
+    monkeypatch.setattr(timing, "optional_library", lambda *_: library)
     path = tmp_path / "net.onnx"
     with pytest.raises(ExportError, match="openvino cannot load .* no such operator"):
         timing.runner(path, IMAGE, 2, "openvino")
@@ -258,7 +258,7 @@ def test_openvino_runs_what_it_has_compiled(monkeypatch):
             return lambda images: [image.shape for image in images]
 
     library = SimpleNamespace(Core=Core)
-    monkeypatch.setattr(timing, "load_runtime", lambda _: library)
+    monkeypatch.setattr(timing, "optional_library", lambda *_: library)
     assert timing.runner("net.onnx", IMAGE, 1, "openvino")() == [(1, 3, 8, 8)]
 
 

@@ -14,6 +14,7 @@ SOURCE = Path(ompq.__file__).parent
 ORDER = {
     "lazy_names": "",
     "errors": "",
+    "optional_libraries": "",
     "amounts": "",
     "bit_widths": "",
     "offload": "",

@@ -144,12 +144,14 @@ class DeviceMemoryError(OmpqError):
 
 
 class MissingExtraError(OmpqError):
-    """An optional dependency is not installed: ``pip install 'ompq[extra]'``."""
+    """An optional dependency is not installed: ``pip install 'ompq[extra]'``.
 
-    def __init__(self, package: str, extra: str) -> None:
-        super().__init__(
-            f"{package} is not installed. Run: pip install 'ompq[{extra}]'"
-        )
+    ``install`` says what pip should install instead of the extra.
+    """
+
+    def __init__(self, package: str, extra: str, install: str = "") -> None:
+        what = install or f"'ompq[{extra}]'"
+        super().__init__(f"{package} is not installed. Run: pip install {what}")
         self.extra = extra
 
 

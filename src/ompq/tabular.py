@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ompq.errors import MissingExtraError
+from ompq.optional_libraries import optional_library
 
 _MAX_ROWS = 100  # of a table in a notebook
 
@@ -33,8 +33,4 @@ def data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
     Raises:
         MissingExtraError: pandas is not installed.
     """
-    try:
-        import pandas
-    except ImportError as error:
-        raise MissingExtraError("pandas", "notebook") from error
-    return pandas.DataFrame(list(rows))
+    return optional_library("pandas", "notebook").DataFrame(list(rows))

@@ -99,7 +99,6 @@ def explain_error(error: Exception) -> tuple[str, int]:
 
 # Modules whose package has another name.
 _PACKAGES = {
-    "torch": "torch torchvision",
     "PIL": "pillow",
     "yaml": "pyyaml",
     "sklearn": "scikit-learn",

@@ -9,7 +9,7 @@ from types import NoneType
 from typing import Any
 
 from ompq.cli.command_registry import COMMANDS
-from ompq.errors import MissingExtraError
+from ompq.optional_libraries import optional_library
 from ompq.untrusted_json import read_limited
 
 _LARGEST, _DEEPEST = 1 << 16, 16  # bytes of a file, and values inside values
@@ -46,11 +46,7 @@ def _config(file: Path) -> tuple[str, dict[str, Any]]:
     """Return the format of a configuration file (TOML or YAML), and its contents."""
     kind, read = "TOML", tomllib.loads
     if file.suffix in (".yaml", ".yml"):
-        try:
-            import yaml
-        except ImportError:
-            raise MissingExtraError("PyYAML", "yaml") from None
-        kind, read = "YAML", partial(_parse_yaml, yaml)
+        kind, read = "YAML", partial(_parse_yaml, optional_library("yaml", "yaml"))
     try:
         given = read(read_limited(file, _LARGEST).decode())
     except OSError as error:

@@ -9,15 +9,15 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
-from torchvision.transforms import v2
 
 from ompq.errors import DataError, SampleError, check_counts, shorten, suggestion
 from ompq.models.named_models import NamedModel
+from ompq.optional_libraries import torchvision_library
 from ompq.user_functions import reason
 
 _LOG = logging.getLogger(__name__)
@@ -124,7 +124,10 @@ def decode_image(path: Path, model: NamedModel) -> Tensor:
     An image that already has this size is left as it is; any other is resized and
     cropped at the centre.
     """
-    image = open_image(path, model)
+    v2, image = (
+        torchvision_library("torchvision.transforms.v2"),
+        open_image(path, model),
+    )
     _, height, width = model.input_shape
     if image.size != (width, height):
         interpolation = v2.InterpolationMode(model.interpolation)
@@ -136,8 +139,11 @@ def decode_image(path: Path, model: NamedModel) -> Tensor:
     return pixels
 
 
-def open_image(path: Path, model: NamedModel) -> Image.Image:
+def open_image(path: Path, model: NamedModel) -> Any:
     """Read an image at its own size, in RGB, or in grey for a one-channel network."""
+    torchvision_library()  # which brings pillow
+    from PIL import Image
+
     channels = model.input_shape[0]
     if channels not in _MODES:
         raise DataError(
@@ -146,7 +152,7 @@ def open_image(path: Path, model: NamedModel) -> Image.Image:
         )
     try:
         with Image.open(path) as opened:
-            image: Image.Image = opened
+            image: Any = opened
             if image.mode == "P":  # else Pillow warns about transparent entries
                 image = image.convert("RGBA")
             elif image.mode.startswith("I"):  # 16 bits, which Pillow would clip at 255

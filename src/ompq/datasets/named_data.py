@@ -28,7 +28,8 @@ from ompq.datasets.distillation import distilled_samples
 from ompq.datasets.images import ImageFiles, decode_image, find_images, normalise
 from ompq.errors import DataError, DeviceMemoryError, check_counts, shorten
 from ompq.models.builtin_networks import demo_data
-from ompq.models.named_models import NamedModel, output_count, transformers_library
+from ompq.models.named_models import NamedModel, output_count
+from ompq.optional_libraries import optional_library
 from ompq.progress import Progress
 from ompq.samples import (
     batch_length,
@@ -285,7 +286,8 @@ def _from_text(path: Path, model: NamedModel) -> Data:
         raise DataError(
             f"{path}: {model.name} has no tokenizer; give token ids: FILE.py:FUNCTION"
         )
-    load = transformers_library().AutoTokenizer.from_pretrained
+    library = optional_library("transformers", "transformers")
+    load = library.AutoTokenizer.from_pretrained
     try:
         tokenize = load(model.tokenizer, trust_remote_code=False)
         ids = torch.tensor(tokenize(path.read_text(), verbose=False)["input_ids"])

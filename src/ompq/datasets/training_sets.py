@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, default_collate
-from torchvision.transforms import v2
 
 from ompq.datasets.images import ImageFiles, decode_image, open_image
 from ompq.datasets.named_data import Data, join_items
@@ -17,6 +16,7 @@ from ompq.errors import DataError
 from ompq.evaluation import is_class_indices
 from ompq.models.named_models import NamedModel
 from ompq.network.observation import tensors_in
+from ompq.optional_libraries import torchvision_library
 from ompq.progress import Progress
 from ompq.samples import Batch, evaluating, first_tensor, map_batch, run_batch
 from ompq.training.training_batches import Shard, TrainingData, dealt, mixed_seed
@@ -229,8 +229,9 @@ class _Crops(Dataset[Crop | DataError]):
     def __init__(self, owner: ImageSet, seeds: tuple[int, int]) -> None:
         self.images, self.model, self.seeds = owner.images, owner.model, seeds
         self.skip_unreadable = owner.skip_unreadable
-        self.augmented: v2.Compose | None = None
+        self.augmented: Any = None
         if owner.augment:
+            v2 = torchvision_library("torchvision.transforms.v2")
             size = owner.model.input_shape[1:]
             interpolation = v2.InterpolationMode(owner.model.interpolation)
             self.augmented = v2.Compose(

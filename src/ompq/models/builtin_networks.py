@@ -9,12 +9,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchvision.models.resnet import BasicBlock
 
-from ompq.errors import MissingExtraError
+from ompq.optional_libraries import optional_library, torchvision_library
 
 # Per channel, for images in [0, 1], as in torchvision.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -105,7 +103,8 @@ def cifar_resnet18(classes: int = 10, *, width: float = 1.0) -> nn.Module:
     ``conv1`` is 3 × 3 with stride 1, and there is no max pooling. ``width`` multiplies
     the channels.
     """
-    network: Any = torchvision.models.resnet18(num_classes=classes)
+    resnet = torchvision_library("torchvision.models.resnet")
+    network: Any = resnet.resnet18(num_classes=classes)
     if width != 1:
         _multiply_channels(network, width)
     few = network.bn1.num_features
@@ -118,6 +117,7 @@ def cifar_resnet18(classes: int = 10, *, width: float = 1.0) -> nn.Module:
 
 def _multiply_channels(network: Any, width: float) -> None:
     """Replace all that follows the first convolution of torchvision's ResNet-18."""
+    block = torchvision_library("torchvision.models.resnet").BasicBlock
     few, *more = (max(1, round(n * width)) for n in (64, 64, 128, 256, 512))
     network.bn1, channels = nn.BatchNorm2d(few), few
     for stage, wider in enumerate(more):
@@ -125,8 +125,8 @@ def _multiply_channels(network: Any, width: float) -> None:
         if stage:
             convolution = nn.Conv2d(channels, wider, 1, stride, bias=False)
             shortcut = nn.Sequential(convolution, nn.BatchNorm2d(wider))
-        first = BasicBlock(channels, wider, stride, shortcut)
-        blocks = nn.Sequential(first, BasicBlock(wider, wider))
+        first = block(channels, wider, stride, shortcut)
+        blocks = nn.Sequential(first, block(wider, wider))
         setattr(network, f"layer{stage + 1}", blocks)
         channels = wider
     network.fc = nn.Linear(channels, network.fc.out_features)
@@ -253,10 +253,7 @@ class DemoData:
 
 def demo_data() -> DemoData:
     """Return scikit-learn's digits as tensors, always with the same split."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise MissingExtraError("scikit-learn", "demo") from error
+    load_digits = optional_library("sklearn.datasets", "demo").load_digits
     values, labels = load_digits(return_X_y=True)
     # NumPy guarantees the random stream of RandomState, so the split is fixed.
     shuffled = np.random.RandomState(0).permutation(len(labels))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision
 from torch import Tensor, nn
 
 from ompq.errors import DeviceMemoryError, MissingExtraError, ModelError, suggestion
@@ -25,6 +24,7 @@ from ompq.models.builtin_networks import (
 )
 from ompq.models.weight_files import check_weights, load_weights
 from ompq.network.observation import copy_network
+from ompq.optional_libraries import optional_library, torchvision_library
 from ompq.samples import evaluating, first_tensor, model_device
 from ompq.user_functions import call_user_function, is_user_function, reason
 
@@ -147,7 +147,7 @@ def _build(name: str, *, pretrained: bool) -> NamedModel:
         return _from_transformers(name, short, pretrained=pretrained)
     known = list(BUILTIN)
     if source not in ("cifar", "ompq"):
-        known = [f"torchvision:{one}" for one in _torchvision_names()]
+        known = [f"torchvision:{one}" for one in _known_to_torchvision()]
     raise ModelError(
         f"{name!r} is not the name of a network{suggestion(name, known)}. "
         "Use torchvision:NAME, timm:NAME, cifar:NAME, transformers:FOLDER or "
@@ -173,7 +173,8 @@ def _from_package(name: str, *, pretrained: bool) -> NamedModel:
 
 
 def _from_torchvision(name: str, short: str, *, pretrained: bool) -> NamedModel:
-    names = _torchvision_names()
+    torchvision = torchvision_library()
+    names = torchvision.models.list_models(module=torchvision.models)
     if short not in names and short in torchvision.models.list_models():
         raise ModelError(
             f"{name} is no classification network: return it from a function of your "
@@ -210,10 +211,7 @@ def _from_torchvision(name: str, short: str, *, pretrained: bool) -> NamedModel:
 
 
 def _from_timm(name: str, short: str, *, pretrained: bool) -> NamedModel:
-    try:
-        import timm
-    except ImportError as error:
-        raise MissingExtraError("timm", "timm") from error
+    timm = optional_library("timm", "timm")
     names = [*timm.list_models(), *timm.list_pretrained()]
     if short not in names:
         raise ModelError(f"timm has no network {short!r}{suggestion(short, names)}")
@@ -243,7 +241,8 @@ def _timm_preprocessing(module: nn.Module) -> dict[str, Any]:
 
 
 def _from_transformers(name: str, source: str, *, pretrained: bool) -> NamedModel:
-    library, path = transformers_library(), Path(source)
+    library = optional_library("transformers", "transformers")
+    path = Path(source)
     local = path.exists()
     if not local and _HUB_NAME.fullmatch(source) is None:
         raise ModelError(
@@ -265,15 +264,6 @@ def _from_transformers(name: str, source: str, *, pretrained: bool) -> NamedMode
     origin = source if local else f"transformers {source}"
     described = _describe(_linearize(module), name)
     return replace(described, weights=origin, tokenizer=source)
-
-
-def transformers_library() -> Any:
-    """Import and return transformers."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtraError("transformers", "transformers") from error
-    return transformers
 
 
 def with_linear_layers(model: nn.Module) -> nn.Module:
@@ -347,8 +337,12 @@ def _default_statistics(channels: int) -> tuple[tuple[float, ...], tuple[float, 
     return (0.0,) * channels, (1.0,) * channels
 
 
-def _torchvision_names() -> list[str]:
-    return list(torchvision.models.list_models(module=torchvision.models))
+def _known_to_torchvision() -> list[str]:
+    try:
+        models = torchvision_library("torchvision.models")
+    except MissingExtraError:
+        return []
+    return list(models.list_models(module=models))
 
 
 @contextmanager

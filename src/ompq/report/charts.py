@@ -4,7 +4,8 @@ Positions on the page are in per cent; the template draws them.
 """
 
 import base64
-import io
+import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log10
@@ -12,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 from scipy.stats import rankdata
 
 from ompq.amounts import decades, digits, in_bytes, percent, ticks
@@ -194,8 +194,19 @@ def _png(levels: NDArray[np.uint8]) -> bytes:
     """Return a PNG with our palette and one pixel per level, (height, width)."""
     at = np.linspace(0, 1, 256)
     palette = np.stack([np.interp(at, _HEAT_AT, colour) for colour in _HEAT.T], 1)
-    image = Image.fromarray(levels, mode="P")
-    image.putpalette(palette.round().astype(np.uint8).tobytes())
-    with io.BytesIO() as file:
-        image.save(file, "PNG", optimize=True)
-        return file.getvalue()
+    height, width = levels.shape
+    rows = np.pad(levels, ((0, 0), (1, 0))).tobytes()  # 0: stored as it is
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0),  # a palette
+        b"PLTE": palette.round().astype(np.uint8).tobytes(),
+        b"IDAT": zlib.compress(rows, 9),
+        b"IEND": b"",
+    }
+    parts = (
+        struct.pack(">I", len(data))
+        + kind
+        + data
+        + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks.items()
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)

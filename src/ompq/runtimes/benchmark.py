@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -15,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ompq.errors import ExportError, MissingExtraError, check_counts
+from ompq.errors import ExportError, check_counts
+from ompq.optional_libraries import optional_library
 from ompq.runtimes.inspection import load_exported, text_tokens
 
 
@@ -56,16 +56,17 @@ def inputs_of(path: str | Path, batch: int = 1) -> list[Input]:
     return found
 
 
-RUNTIMES = ("onnxruntime", "openvino")
+_EXTRAS = {"onnxruntime": "onnx", "openvino": "openvino"}
+RUNTIMES = tuple(_EXTRAS)
 _WARM_UP = 3  # runs that are not timed: they fill caches
 _LOADS = 3  # of a file; the median counts
 
 # Run in a process of its own; prints the memory with the runtime alone, and the peak.
 _WEIGH = """
 import json, sys
-from ompq.runtimes.benchmark import Input, load_runtime, most_memory, runner
+from ompq.runtimes.benchmark import Input, most_memory, runner
 path, threads, runtime, given = sys.argv[1:]
-load_runtime(runtime)
+__import__(runtime)
 start = most_memory()
 inputs = [Input(**one) for one in json.loads(given)]
 run = runner(path, inputs, int(threads), runtime)
@@ -104,14 +105,6 @@ def installed_runtimes() -> tuple[str, ...]:
     return tuple(name for name in RUNTIMES if find_spec(name) is not None)
 
 
-def load_runtime(name: str) -> Any:
-    """Import a runtime."""
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise MissingExtraError(name, "onnx") from error
-
-
 def time_files(
     files: Mapping[str, Path],
     inputs: Sequence[Input],
@@ -129,7 +122,7 @@ def time_files(
         ExportError: It cannot run a file.
     """
     check_counts(repeats=repeats, threads=threads)
-    version = load_runtime(runtime).__version__
+    version = optional_library(runtime, _EXTRAS[runtime]).__version__
     runs = {name: runner(f, inputs, threads, runtime) for name, f in files.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(_WARM_UP + repeats):
@@ -174,7 +167,7 @@ def runner(
 
 def session_of(model: str | bytes, threads: int) -> Any:
     """Load a file, or its content, into ONNX Runtime for this machine's CPU."""
-    library = load_runtime("onnxruntime")
+    library = optional_library("onnxruntime", "onnx")
     options = library.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
@@ -191,7 +184,7 @@ def _onnxruntime(path: str, threads: int, arrays: list[Any]) -> Callable[[], Any
 
 def _openvino(path: str, threads: int, arrays: list[Any]) -> Callable[[], Any]:
     settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
-    core = only_core(load_runtime("openvino").Core)
+    core = only_core(optional_library("openvino", "openvino").Core)
     compiled = core.compile_model(path, "CPU", settings)
     return lambda: compiled(arrays)
 

@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,10 +12,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.checkpoints import identity
 from ompq.configs import TrainConfig
-from ompq.errors import DataError, MissingExtraError
+from ompq.errors import DataError
 from ompq.evaluation import targets_on
 from ompq.layers import quantized_layers
 from ompq.network.observation import copy_network
+from ompq.optional_libraries import optional_library
 from ompq.samples import batch_length, call, evaluating, first_tensor, model_device
 from ompq.training.methods import ActivationRanges, make_rule
 from ompq.training.norms import (
@@ -50,10 +50,7 @@ def check_installed(config: TrainConfig) -> None:
     if config.logger != "none":
         needed[config.logger] = config.logger
     for module, extra in needed.items():
-        try:
-            import_module(module)
-        except ImportError as error:
-            raise MissingExtraError(module.rpartition(".")[2], extra) from error
+        optional_library(module, extra)
 
 
 class Run:

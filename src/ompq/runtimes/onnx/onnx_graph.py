@@ -7,11 +7,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from ompq.errors import MissingExtraError, QuantizationError
+from ompq.errors import QuantizationError
 from ompq.integer.arithmetic import CodeGrid
 from ompq.integer.finalization import finalize
 from ompq.integer.lowering import INPUT, Steps
 from ompq.integer.operators import Convolution, Layer, Node, Product, Step
+from ompq.optional_libraries import optional_library
 from ompq.quantization.record import quantization_of
 from ompq.runtimes.onnx.weight_containers import (
     ZERO_OF_UNSIGNED,
@@ -30,12 +31,7 @@ _LARGEST_CODE = 255  # of a byte
 
 def libraries() -> tuple[Any, Any]:
     """Return onnx and onnxruntime."""
-    try:
-        import onnx
-        import onnxruntime
-    except ImportError as error:
-        raise MissingExtraError(error.name or "onnx", "onnx") from error
-    return onnx, onnxruntime
+    return optional_library("onnx", "onnx"), optional_library("onnxruntime", "onnx")
 
 
 def as_integers(
