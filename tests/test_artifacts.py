@@ -34,7 +34,7 @@ def out(tmp_path_factory):
     words = (network_file(folder), "--data", "random", "--samples", "16")
     made = folder / "out"
     result = run(
-        "quantize", *words, "--no-reconstruct", "--budget", "3bits", "-o", made
+        "quantize", *words, "--effort", "fast", "--budget", "3bits", "-o", made
     )
     assert result.exit_code == 0, result.output
     return made
@@ -373,7 +373,7 @@ def test_runs_and_exports_keep_to_a_budget_for_the_onnx_file(tmp_path):
     planned = run_json("plan", *words, "--budget", "onnx:1MiB")["totals"]["onnx_bytes"]
     budget, folder = f"onnx:{planned:.0f}B", tmp_path / "out"
     data = run_json(
-        "quantize", *words, "--no-reconstruct", "--budget", budget, "-o", folder
+        "quantize", *words, "--effort", "fast", "--budget", budget, "-o", folder
     )
     sizes = data["sizes"]
     assert list(sizes) == data["files"]

@@ -205,7 +205,7 @@ def test_groups_reach_the_plan_and_the_network(tmp_path):
     assert run_json("plan", *words, *more)["group_size"] == 64
     scales = Plan.load(file).bytes_by_item["scales"]
     assert scales == 4 + 6 * 2  # a number, and a byte for each group
-    result = run("quantize", *words, "--plan", file, "-o", out, "--no-reconstruct")
+    result = run("quantize", *words, "--plan", file, "-o", out, "--effort", "fast")
     assert result.exit_code == 0, result.output
     account = run_json("inspect", out / "network.ompq.safetensors")
     assert account["items"]["scales"] == scales
@@ -707,9 +707,9 @@ def test_tables_of_scores_are_kept_unless_a_flag_says_no(net, tmp_path):
     "words",
     [
         ("plan", "--budget", "4bits", "--refine", "3", "--samples", "32"),
-        ("quantize", "--budget", "4bits", "--no-reconstruct", "--refine", "3"),
-        ("quantize", "--min-agreement", "1%", "--no-reconstruct", "--samples", "8"),
-        ("train", "--budget", "4bits", "--no-reconstruct", "--epochs", "1"),
+        ("quantize", "--budget", "4bits", "--effort", "fast", "--refine", "3"),
+        ("quantize", "--min-agreement", "1%", "--effort", "fast", "--samples", "8"),
+        ("train", "--budget", "4bits", "--effort", "fast", "--epochs", "1"),
         ("audit", "--budget", "4bits", "--held-out", "8", "--allocations", "3"),
     ],
 )

@@ -163,7 +163,7 @@ def folder(tmp_path_factory):
 def test_a_folder_is_a_network_and_a_text_its_data(folder, tmp_path):
     network, text = f"transformers:{folder}", folder / "text.txt"
     words = (network, "--data", text, "--eval-data", text, "--metric", "perplexity")
-    more = ("--budget", "6bits", "--no-reconstruct", "-o", tmp_path / "out")
+    more = ("--budget", "6bits", "--effort", "fast", "-o", tmp_path / "out")
     found = run_json("quantize", *words, *more)["evaluation"]
     expected = pytest.approx(by_hand(llama(), tokens(9)), rel=1e-5)
     assert found["reference_metrics"]["perplexity"] == expected

@@ -305,7 +305,7 @@ def test_one_command_makes_a_file_of_the_budget(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the cat's 123 logs, 4567 o'clock and the dogs. " * 40)
     words = (f"transformers:{tmp_path / 'net'}", "--data", text, "--eval-data", text)
-    more = ("--budget", "85KiB", "--target", "gguf", "--no-reconstruct")
+    more = ("--budget", "85KiB", "--target", "gguf", "--effort", "fast")
     found = run_json("quantize", *words, *more, "-o", tmp_path / "out")
     size = (tmp_path / "out" / "network.gguf").stat().st_size
     assert size == found["sizes"]["network.gguf"]["bytes"] <= 85 * 1024

@@ -487,7 +487,7 @@ def net(tmp_path_factory):
 
 
 def test_the_command_line_searches(net, tmp_path):
-    words = ("quantize", *net, "--samples", "16", "--no-reconstruct")
+    words = ("quantize", *net, "--samples", "16", "--effort", "fast")
     shown = run(*words, "--min-agreement", "60%", "-o", tmp_path / "out")
     assert shown.exit_code == 0, shown.output
     assert "agreement at least 60.00%" in shown.stdout

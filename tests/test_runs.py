@@ -100,7 +100,7 @@ def test_the_float_accuracy_is_that_of_evaluate(net, finished):
 
 
 def test_quantize_without_learning_and_without_labels(net, tmp_path):
-    words = ("quantize", *net, "--samples", "8", "--budget", "70%", "--no-reconstruct")
+    words = ("quantize", *net, "--samples", "8", "--budget", "70%", "--effort", "fast")
     data = run_json(*words, "-o", tmp_path / "out")
     assert data["evaluation"] is None
     assert data["iterations"] == 0
@@ -133,7 +133,7 @@ def test_the_papers_protocol_reconstructs_as_brecq_does(net, tmp_path):
 
 
 def test_quantize_takes_a_plan(net, finished, tmp_path):
-    words = ("quantize", *net, "--samples", "8", "--no-reconstruct")
+    words = ("quantize", *net, "--samples", "8", "--effort", "fast")
     plan = finished[0] / "plan.json"
     words = (*words, "--measure-layers", "1")
     data = run_json(*words, "--plan", plan, "-o", tmp_path / "out")
@@ -146,7 +146,7 @@ def test_quantize_takes_a_plan(net, finished, tmp_path):
 def test_quantize_takes_bits_copied_from_a_report(net, finished, tmp_path):
     bits = Plan.load(finished[0] / "plan.json").allocation.to_json()
     (tmp_path / "bits.json").write_text(json.dumps(bits))
-    words = ("quantize", *net, "--samples", "8", "--no-reconstruct")
+    words = ("quantize", *net, "--samples", "8", "--effort", "fast")
     data = run_json(*words, "--plan", tmp_path / "bits.json", "-o", tmp_path / "out")
     assert data["plan"]["allocation"] == bits
 
@@ -310,7 +310,7 @@ def test_what_integers_cannot_do_stays_and_is_named(tmp_path):
     (tmp_path / "gelu.py").write_text(GELU)
     words = (f"{tmp_path / 'gelu.py'}:make", "--data", "random", *FAST[:2])
     out = tmp_path / "out"
-    result = run("quantize", *words, "--no-reconstruct", "--budget", "99%", "-o", out)
+    result = run("quantize", *words, "--effort", "fast", "--budget", "99%", "-o", out)
     assert result.exit_code == 0, result.output
     assert "arithmetic  float: gelu in 1 has no integer kernel" in result.stdout
 
@@ -321,7 +321,7 @@ def test_edited_bits_that_exceed_their_budget_are_refused(net, finished, tmp_pat
     most = Allocation(dict.fromkeys(plan.graph.names, Choice(8, 8)))
     edited = tmp_path / "edited.json"
     replace(plan, allocation=most).save(edited)
-    words = ("quantize", *net, *FAST[:2], "--no-reconstruct", "--plan", edited)
+    words = ("quantize", *net, *FAST[:2], "--effort", "fast", "--plan", edited)
     refused = run(*words, "-o", tmp_path / "out")
     assert refused.exit_code == 2
     assert f"the bits in {edited} exceed the plan's own budget: " in refused.stderr
@@ -351,7 +351,7 @@ def test_views_are_what_is_learned_from(net, tmp_path, monkeypatch):
         return whole(module, plan, samples, *config, **more)
 
     monkeypatch.setattr(workflow, "quantize", rounded)
-    words = ("quantize", *net, "--samples", "8", "--budget", "70%", "--no-reconstruct")
+    words = ("quantize", *net, "--samples", "8", "--budget", "70%", "--effort", "fast")
     for number, more in enumerate([(), ("--views", "3")]):
         assert run(*words, *more, "-o", tmp_path / str(number)).exit_code == 0
     plain, views = (samples.first_batch(24) for samples in seen)
@@ -361,7 +361,7 @@ def test_views_are_what_is_learned_from(net, tmp_path, monkeypatch):
 
 def test_bits_for_some_layers_only_are_refused(net, tmp_path):
     (tmp_path / "bits.json").write_text('{"fc": {"weight": 4, "activation": 8}}')
-    words = ("quantize", *net, "--samples", "8", "--no-reconstruct")
+    words = ("quantize", *net, "--samples", "8", "--effort", "fast")
     result = run(*words, "--plan", tmp_path / "bits.json", "-o", tmp_path / "out")
     assert result.exit_code == 2
     assert "no bits for 4 of 5 units: stem, block.conv1" in (result.stderr)
@@ -388,18 +388,18 @@ def test_options_that_contradict_a_plan_are_refused(
 
 
 def test_learning_steps_need_learning(net, tmp_path):
-    words = ("--budget", "40%", "--no-reconstruct", "--iterations", "9")
+    words = ("--budget", "40%", "--effort", "fast", "--iterations", "9")
     result = run("quantize", *net, *words, "-o", tmp_path / "out")
     assert result.exit_code == 2
-    assert "--no-reconstruct and --iterations cannot be combined" in result.stderr
-    words = ("--budget", "40%", "--no-reconstruct", "--merge-blocks", "2")
+    assert "--effort fast learns nothing; omit --iterations," in result.stderr
+    words = ("--budget", "40%", "--effort", "fast", "--merge-blocks", "2")
     result = run("quantize", *net, *words, "-o", tmp_path / "out")
     assert result.exit_code == 2
-    assert "--no-reconstruct and --merge-blocks cannot be combined" in result.stderr
-    words = ("--budget", "40%", "--no-reconstruct", "--tune-epochs", "2")
+    assert "--effort fast learns nothing; omit --merge-blocks," in result.stderr
+    words = ("--budget", "40%", "--effort", "fast", "--tune-epochs", "2")
     result = run("quantize", *net, *words, "-o", tmp_path / "out")
     assert result.exit_code == 2
-    assert "--no-reconstruct and --tune-epochs cannot be combined" in result.stderr
+    assert "--effort fast learns nothing; omit --tune-epochs," in result.stderr
     words = ("--budget", "40%", "--protocol", "brecq", "--tune-epochs", "2")
     result = run("quantize", *net, *words, "-o", tmp_path / "out")
     assert result.exit_code == 2
@@ -471,7 +471,8 @@ def test_a_full_disk_is_no_bug_and_leaves_nothing_half_written(
         "8",
         "--budget",
         "4bits",
-        "--no-reconstruct",
+        "--effort",
+        "fast",
     )
     result = run(*words, "-o", tmp_path / "out")
     assert result.exit_code == 2
@@ -528,7 +529,7 @@ def test_a_network_in_a_folder_of_any_name_is_read_again(folder, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     network = f"{network_file(tmp_path / deep)}"
     words = ("quantize", network, "--data", "random", "--samples", "8")
-    result = run(*words, "--no-reconstruct", "--budget", "4bits", "-o", "out")
+    result = run(*words, "--effort", "fast", "--budget", "4bits", "-o", "out")
     assert result.exit_code == 0, result.output
     assert run("inspect", "out/network.ompq.safetensors").exit_code == 0
     data = json.loads(Path("out/result.json").read_text())
@@ -556,13 +557,13 @@ def test_what_a_killed_run_left_unfinished_is_removed(net, tmp_path):
         left = [*out.glob(".unfinished.*"), *out.glob("training/.unfinished.*")]
         assert len(left) == 3
         process.kill()
-    words = ("quantize", *net, "--samples", "8", "--no-reconstruct", "--budget", "70%")
+    words = ("quantize", *net, "--samples", "8", "--effort", "fast", "--budget", "70%")
     result = run(*words, "-o", out, "--resume")
     assert not [*out.rglob(".unfinished.*")], result.output
 
 
 TRAINED = (
-    *("--budget", "6bits", "--samples", "8", "--no-reconstruct"),
+    *("--budget", "6bits", "--samples", "8", "--effort", "fast"),
     *("--epochs", "1", "--batch-size", "8"),
 )
 
@@ -707,7 +708,7 @@ def test_a_metric_of_one_s_own_judges_what_has_no_top1(tmp_path):
     file = tmp_path / "any.py"
     words = ("quantize", f"{file}:dense", "--data", f"{file}:pictures")
     judged = ("--eval-data", f"{file}:pictures", "--metric", f"{file}:places")
-    settings = ("--samples", "8", "--score", "weight_noise", "--no-reconstruct")
+    settings = ("--samples", "8", "--score", "weight_noise", "--effort", "fast")
     found = run_json(
         *words, *judged, *settings, "--budget", "5bits", "-o", tmp_path / "o"
     )
@@ -789,7 +790,7 @@ def test_a_run_can_be_repeated_from_its_file(net, finished, tmp_path):
     again = without_times(tmp_path / "again" / "result.json")
     assert again == without_times(finished[0] / "result.json")
     assert given["iterations"] == 3  # which the option below makes void
-    words = ("--no-reconstruct", "-o", tmp_path / "rounded", "--quiet")
+    words = ("--effort", "fast", "-o", tmp_path / "rounded", "--quiet")
     done = run("run", config, *words)
     assert done.exit_code == 0, done.output
     assert "iterations" not in (tmp_path / "rounded" / "config.toml").read_text()

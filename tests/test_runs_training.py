@@ -17,7 +17,7 @@ from ompq.models.named_models import load_model
 from ompq.packed.packed_files import load
 from ompq.training import tracking, training_run
 
-FAST = ("--no-reconstruct", "--samples", "16", "--epochs", "2", "--batch-size", "8")
+FAST = ("--effort", "fast", "--samples", "16", "--epochs", "2", "--batch-size", "8")
 
 
 def write_images(folder, count: int, side: int):
@@ -268,7 +268,7 @@ def test_the_recipes_for_imagenet_run_on_photographs(
     if network.startswith("torchvision:"):
         words += ("--weights", "none")
     recipe = ("--protocol", "paper-qat", "--budget", budget)
-    few = ("--no-reconstruct", "--samples", "4", "--epochs", "1", "--batch-size", "4")
+    few = ("--effort", "fast", "--samples", "4", "--epochs", "1", "--batch-size", "4")
     result = run_json("train", *words, *recipe, *few, "-o", "out")
     assert_as_the_recipe_has_it(result["plan"], budget, bits)
     assert result["evaluation"]["count"] == 4

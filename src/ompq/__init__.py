@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ompq.allocation.problem import Allocation as Allocation
     from ompq.budgets import Budget as Budget
     from ompq.configs import (
+        EFFORTS as EFFORTS,
         PLAN_PROTOCOLS as PLAN_PROTOCOLS,
         TRAIN_PROTOCOLS as TRAIN_PROTOCOLS,
         ExportConfig as ExportConfig,

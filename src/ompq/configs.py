@@ -848,6 +848,14 @@ QUANTIZE_PROTOCOLS: Names[QuantizeConfig] = Names(
 RECONSTRUCT_PROTOCOLS: Names[ReconstructConfig] = Names(
     "reconstruct protocol", {"ours": ReconstructConfig()}, field="protocol"
 )
+# How much is learned after rounding: nothing, what pays, or all that helps.
+EFFORTS: Mapping[str, ReconstructConfig | None] = MappingProxyType(
+    {
+        "fast": None,
+        "default": ReconstructConfig(),
+        "best": ReconstructConfig(rounding=RoundingConfig(iterations=2_000)),
+    }
+)
 # The paper trains by HAWQ-V3's recipe, from its released command (--lr 1e-4 --wd 1e-4
 # --fold-BN 1 --fix-BN 1 --act-range-momentum 0.99), with a cosine schedule of its own.
 # One thing differs: requantization by multipliers and shifts is not simulated in

@@ -280,15 +280,22 @@ def paper_samples(network: str) -> int:
 
 
 def learning_config(
-    protocol: str | None, network: str, *, iterations: int | None = None, seed: int = 0
+    protocol: str | None,
+    network: str,
+    *,
+    base: ReconstructConfig = ReconstructConfig(),
+    iterations: int | None = None,
+    seed: int = 0,
 ) -> ReconstructConfig:
-    """Return a protocol's settings for reconstruction, our own by default.
+    """Return a protocol's settings for reconstruction, by default the given ones.
 
     Args:
         network: Name of the network, for which a method may have settings of its own.
-        iterations: Replaces the protocol's number of steps for each block.
+        base: Settings that a protocol with a method of its own replaces.
+        iterations: Replaces the number of steps for each block.
     """
-    base = RECONSTRUCT_PROTOCOLS.get(protocol or "ours", ReconstructConfig())
+    if protocol not in (None, "ours"):
+        base = RECONSTRUCT_PROTOCOLS.get(protocol, base)
     rounding: Any = base.rounding
     if not isinstance(rounding, RoundingConfig):
         rounding = rounding.adapted(network, iterations)

@@ -171,9 +171,9 @@ def quantize(
     Examples:
       ompq quantize torchvision:resnet18 --data train/ --budget 4.0MiB -o out/
       ompq quantize timm:resnet18 --data train/ --eval-data val/ \
-        --budget 3.2bits --iterations 2000 -o out/
+        --budget 3.2bits --effort best -o out/
       ompq quantize transformers:FOLDER --data text.txt --eval-data other.txt \
-        --budget 80MiB --target gguf --no-reconstruct -o out/
+        --budget 80MiB --target gguf --effort fast -o out/
       ompq quantize net.py:make --data digits --plan plan.json -o out/
       ompq quantize ompq:demo --data digits --budget 36KiB -o out/
       ompq quantize timm:resnet18 --data train/ --eval-data val/ --max-drop 1 \

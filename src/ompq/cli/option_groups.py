@@ -34,6 +34,7 @@ from ompq.cli.options import (
     typed_toml,
 )
 from ompq.configs import (
+    EFFORTS,
     PLAN_PROTOCOLS,
     SCORE_NAMES,
     TARGET_NAMES,
@@ -430,6 +431,12 @@ class RunOptions:
         "8 to 16 help with fewer than 200 images.",
         default=1,
     )
+    effort: str = one_of(
+        EFFORTS,
+        "how much is learned after rounding: nothing, what pays, or all that helps. "
+        "Default: default.",
+        default="default",
+    )
     iterations: int | None = config_option(RoundingConfig, "iterations")
     merge_blocks: int | None = config_option(ReconstructConfig, "merge")
     tune_epochs: int | None = number(
@@ -437,7 +444,6 @@ class RunOptions:
         shown=f"{TuningConfig.epochs} with activations below 8 bits, else 0",
         least=0,
     )
-    no_reconstruct: bool = flag("Round only, without reconstruction.")
     eval_data: str | None = option(
         "SOURCE", "Labelled data to measure accuracy on, as for ompq evaluate."
     )
@@ -474,10 +480,10 @@ class RunOptions:
         check_needed("--plan", self.plan, ignore_budget=self.ignore_budget)
         if self.resume and self.overwrite:
             raise ValueError("--resume and --overwrite cannot be combined; use one")
-        if self.no_reconstruct and self.learning():
-            named = " and ".join(self.learning())
+        if EFFORTS[self.effort] is None and self.learning():
             raise ValueError(
-                f"--no-reconstruct and {named} cannot be combined; use one"
+                f"--effort {self.effort} learns nothing; omit "
+                f"{' and '.join(self.learning())}, or choose another effort"
             )
         check_needed(
             "--eval-data", self.eval_data, limit=self.limit, metric=self.metric

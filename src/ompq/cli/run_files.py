@@ -15,7 +15,7 @@ from ompq.untrusted_json import read_limited
 _LARGEST, _DEEPEST = 1 << 16, 16  # bytes of a file, and values inside values
 
 # Option after the file → the file's options that it makes void.
-_WITHOUT = {"--no-reconstruct": ("iterations", "merge-blocks", "tune-epochs")}
+_WITHOUT = {"--effort": ("iterations", "merge-blocks", "tune-epochs")}
 
 
 def run_file(file: Path, more: Sequence[str]) -> None:

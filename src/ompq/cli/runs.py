@@ -47,6 +47,7 @@ from ompq.cli.option_groups import (
 from ompq.cli.options import apply_options, check_writable, typed_toml
 from ompq.cli.views import quality_rows, quality_text, time_line, totals, used, warning
 from ompq.configs import (
+    EFFORTS,
     QUANTIZE_PROTOCOLS,
     Goal,
     QuantizeConfig,
@@ -95,10 +96,13 @@ def reconstruction(
     run: RunOptions, inputs: Data, protocol: str | None
 ) -> ReconstructConfig | None:
     """Return the settings of reconstruction, or None if there is none."""
-    if run.no_reconstruct:
+    base = EFFORTS[run.effort]
+    if base is None:
         return None
     name, seed = inputs.model.name, inputs.seed
-    config = learning_config(protocol, name, iterations=run.iterations, seed=seed)
+    config = learning_config(
+        protocol, name, base=base, iterations=run.iterations, seed=seed
+    )
     tuning, epochs = config.tuning, run.tune_epochs
     if epochs is not None:
         if not isinstance(config.rounding, RoundingConfig):
@@ -394,7 +398,7 @@ def run_train(
         cache = caching.folder()
         config = training.config(planning.protocol, sources.seed, run.folder)
         if config.start == "float":  # training would discard the reconstruction
-            run = replace(run, no_reconstruct=True)
+            run = replace(run, effort="fast")
         if in_first_process():  # others may start after it has written files
             run.check_unfinished()
         if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
