@@ -78,8 +78,9 @@ ORDER = {
     "lab": "weight_rules.dorefa weight_rules.fracbits weight_rules.lq_nets "
     "weight_rules.outliers more_scores.blend more_scores.block_loss "
     "more_scores.loss_gradients more_scores.orm_shift rivals.reinforcement "
-    "rivals.wide_channels solvers brecq protocols audits published_bits "
-    "paper_tables paper_figures reproduction audit_command registration",
+    "rivals.wide_channels solvers brecq protocols audit_settings "
+    "audits published_bits paper_tables paper_figures research_options reproduction "
+    "audit_command research_commands registration",
 }
 PLACES = [
     f"{package}.{module}".rstrip(".")
@@ -169,7 +170,7 @@ def definitions(path):
 
 def test_no_two_functions_or_classes_share_a_name():
     # The functions of the command line are the commands, and have the verbs' names.
-    commands = ("cli.", "lab.audit_command", "lab.reproduction")
+    commands = ("cli.", "lab.research_commands")
     core = [path for name, path in MODULES.items() if not name.startswith(commands)]
     names = Counter(name for path in core for name in definitions(path))
     assert [name for name, count in names.items() if count > 1] == []

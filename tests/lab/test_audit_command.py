@@ -10,8 +10,9 @@ from cli_tools import network_file, run
 from ompq import measurement
 from ompq.cli.option_groups import PlanOptions
 from ompq.datasets.named_data import load_data
-from ompq.lab.audit_command import AuditOptions
-from ompq.lab.audits import AuditConfig
+from ompq.lab.audit_command import audit_config
+from ompq.lab.audit_settings import AuditConfig
+from ompq.lab.research_options import AuditOptions
 from ompq.models.named_models import load_model
 from ompq.network.units import Choice
 from ompq.plans import Plan
@@ -97,14 +98,16 @@ def test_an_audit_s_limit_needs_labelled_images(net):
 
 def test_an_audit_takes_quick_scores_or_all_of_them():
     planning = PlanOptions(activation_bits="4,8")
-    assert AuditOptions().config(planning, 0).scores == AuditConfig.scores
+    assert audit_config(AuditOptions(), planning, 0).scores == AuditConfig.scores
     assert "reconstruction" not in AuditConfig.scores
-    assert AuditOptions(scores="all").config(planning, 0).scores == tuple(SCORES)
+    assert audit_config(AuditOptions(scores="all"), planning, 0).scores == tuple(SCORES)
 
 
 def test_options_of_orm_reach_the_audited_scores():
     names = AuditOptions(scores="orm,weight_noise,orm_distortion")
-    orm, noise, distortion = names.config(PlanOptions(beta=3.0, centred=True), 0).scores
+    orm, noise, distortion = audit_config(
+        names, PlanOptions(beta=3.0, centred=True), 0
+    ).scores
     assert orm == Orm(OrmSettings(beta=3.0, centred=True))
     assert noise == WeightNoise()
     wanted = OrmSettings(beta=3.0, centred=True, per_function=True)
@@ -112,7 +115,7 @@ def test_options_of_orm_reach_the_audited_scores():
     with pytest.raises(
         ValueError, match="--beta: .* not weight-noise; add --scores orm"
     ):
-        AuditOptions(scores="weight_noise").config(PlanOptions(beta=3.0), 0)
+        audit_config(AuditOptions(scores="weight_noise"), PlanOptions(beta=3.0), 0)
 
 
 def test_an_audit_with_other_settings_of_orm_says_so(net):

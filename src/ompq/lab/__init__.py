@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING
 from ompq.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from ompq.lab.audits import (
-        Audit as Audit,
-        AuditConfig as AuditConfig,
-        audit as audit,
-    )
+    from ompq.lab.audit_settings import AuditConfig as AuditConfig
+    from ompq.lab.audits import Audit as Audit, audit as audit
     from ompq.lab.brecq import BrecqConfig as BrecqConfig
     from ompq.lab.more_scores.blend import Blend as Blend
     from ompq.lab.more_scores.block_loss import (

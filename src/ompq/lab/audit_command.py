@@ -1,8 +1,7 @@
-"""ompq audit: how well each score chooses bits, on the command line."""
+"""What ``ompq audit`` does: runs an audit, writes and shows what it found."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from shutil import rmtree
 
 from ompq.allocation.problem import Allocation
@@ -18,131 +17,31 @@ from ompq.cli.loading import (
     user_metrics,
     with_orm_options,
 )
-from ompq.cli.option_groups import (
-    CacheOptions,
-    PlanOptions,
-    SourceOptions,
-    metric_option,
-)
-from ompq.cli.options import (
-    BudgetOption,
-    check_needed,
-    check_resumed,
-    check_writable,
-    flag,
-    number,
-    option,
-    output_path,
-    snake,
-)
+from ompq.cli.option_groups import CacheOptions, PlanOptions, SourceOptions
+from ompq.cli.options import check_writable, snake
 from ompq.files import REPORT
-from ompq.lab.audits import Audit, AuditConfig, Measured, audit as measure_scores
+from ompq.lab.audit_settings import AuditConfig
+from ompq.lab.audits import Audit, Measured, audit as measure_scores
+from ompq.lab.research_options import AuditOptions
 from ompq.plans import Plan, read_bits
 from ompq.report.page import write_report
-from ompq.scores.catalogue import SCORES, score_name
+from ompq.scores.catalogue import SCORES
 from ompq.sections import AuditedBits, AuditedRanks, Section
 from ompq.workflow import Workflow, whole_folder, write_result
 
-_QUICK = ",".join(map(score_name, AuditConfig.scores))
 
-
-@dataclass(frozen=True, kw_only=True)
-class AuditOptions:
-    """Options for what is measured and where the files go."""
-
-    samples: int = number("Inputs for scoring and calibration.", default=256, least=2)
-    held_out: int = number(
-        "Held-out inputs, to measure divergence on.", default=256, least=2
-    )
-    eval_data: str | None = option(
-        "SOURCE", "Labelled images, to measure top-1 as well."
-    )
-    limit: int | None = number("Use only this many labelled images.", shown="all")
-    metric: str | None = metric_option(" of --eval-data")
-    allocations: int = number(
-        "Random allocations to measure.", default=AuditConfig.allocations, least=3
-    )
-    scores: str = option(
-        "NAMES",
-        "Scores to audit, joined by commas, or all. Default: "
-        f"{_QUICK.replace(',', ', ')}.",
-        default=_QUICK,
-    )
-    plans: list[Path] | None = option(
-        "FILE",
-        "Measure these bits, too: a plan, or bits copied from a report, or published "
-        'ones: {"conv1": {"weight": 8, "activation": 8}, ...}. Repeatable.',
-        "--plan",
-    )
-    reconstruct: int = option(
-        "STEPS",
-        "Reconstruct each allocation with this many steps per block. Default: 0.",
-        default=0,
-        min=0,
-    )
-    folder: Path | None = output_path("Write audit.json and report.html there.", "DIR")
-    resume: bool = flag("Continue an audit that was stopped; needs -o.")
-
-    def config(self, planning: PlanOptions, seed: int) -> AuditConfig:
-        """Return the settings of an audit."""
-        names = list(SCORES) if self.scores == "all" else self.scores.split(",")
-        names = [*map(snake, names)]
-        for name in names:
-            if name not in SCORES:
-                raise ValueError(f"--scores {self.scores}: {unknown_score(name)}")
-        return AuditConfig(
-            allocations=self.allocations,
-            iterations=self.reconstruct,
-            scores=with_orm_options(names, planning, "--scores"),
-            plan=replace(planning.config(), orm=None),
-            metrics=user_metrics(self.metric),
-            seed=seed,
-        )
-
-    def others(self) -> dict[str, Allocation]:
-        """Return the bits of the given files by their paths."""
-        read = {str(path): read_bits(path) for path in self.plans or ()}
-        return {
-            name: one.allocation if isinstance(one, Plan) else one
-            for name, one in read.items()
-        }
-
-    def unfinished(self) -> Path | None:
-        """Return the folder that keeps tables and measurements until the audit ends."""
-        given = {"limit": self.limit, "metric": self.metric}
-        check_needed("--eval-data", self.eval_data, **given)
-        path = None if self.folder is None else self.folder / "unfinished"
-        left = path if path is not None and path.exists() else None
-        check_resumed(self.folder, left, "audit", resume=self.resume)
-        return path
-
-
-def audit(
+def run_audit(
     sources: SourceOptions,
     planning: PlanOptions,
     options: AuditOptions,
     caching: CacheOptions,
     console: Console,
-    budget: BudgetOption,
+    budget: str,
 ) -> View:
-    r"""Measure how well each score chooses bits for a network.
-
-    Examples:
-      ompq audit cifar:resnet20 --weights r20.safetensors --data cifar10/ \
-        --budget 15% -o audit/
-      ompq audit ompq:demo --data digits --budget 3bits --scores orm,weight-noise
-      ompq audit torchvision:resnet18 --data train/ --eval-data val/ \
-        --limit 1000 --budget 4.0MiB --reconstruct 100 -o audit/
-      ompq audit timm:resnet18 --data train/ --budget 4.0MiB --plan published.json
-
-    Three kinds of allocations are quantized and compared with the float network on
-    held-out inputs: random ones within the budget, the choice of each score, and known
-    ones, which are uniform bits and those of --plan. The correlation that random scores
-    reach is shown for comparison.
-    """
+    """Audit scores and known bits; write and show what was found."""
     check_writable(options.folder, folder=True)
-    limits, config = Budget.of(budget), options.config(planning, sources.seed)
-    kept, others = options.unfinished(), options.others()
+    limits, config = Budget.of(budget), audit_config(options, planning, sources.seed)
+    kept, others = options.unfinished(), _known_bits(options)
     cache = caching.folder(kept)
     model = load_network(sources, console)
     inputs = find_data(sources, model)
@@ -174,6 +73,38 @@ def audit(
         rmtree(kept, ignore_errors=True)
         written = [str(options.folder / name) for name in ("audit.json", REPORT)]
     return audit_view(result, written)
+
+
+def audit_config(
+    options: AuditOptions, planning: PlanOptions, seed: int
+) -> AuditConfig:
+    """Return the settings of an audit.
+
+    Raises:
+        ValueError: A score is unknown.
+    """
+    names = list(SCORES) if options.scores == "all" else options.scores.split(",")
+    names = [*map(snake, names)]
+    for name in names:
+        if name not in SCORES:
+            raise ValueError(f"--scores {options.scores}: {unknown_score(name)}")
+    return AuditConfig(
+        allocations=options.allocations,
+        iterations=options.reconstruct,
+        scores=with_orm_options(names, planning, "--scores"),
+        plan=replace(planning.config(), orm=None),
+        metrics=user_metrics(options.metric),
+        seed=seed,
+    )
+
+
+def _known_bits(options: AuditOptions) -> dict[str, Allocation]:
+    """Return the bits of the files of ``--plan`` by their paths."""
+    read = {str(path): read_bits(path) for path in options.plans or ()}
+    return {
+        name: one.allocation if isinstance(one, Plan) else one
+        for name, one in read.items()
+    }
 
 
 def audit_view(result: Audit, written: Sequence[str]) -> View:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +16,10 @@ from ompq.allocation.problem import Allocation
 from ompq.amounts import digits
 from ompq.budgets import Budget
 from ompq.checkpoints import Measurements, Store
-from ompq.configs import PlanConfig, QuantizeConfig
+from ompq.configs import QuantizeConfig
 from ompq.errors import PlanError
-from ompq.evaluation import Metric, evaluate
+from ompq.evaluation import evaluate
+from ompq.lab.audit_settings import AuditConfig
 from ompq.measurement import Meter
 from ompq.network.observation import copy_network
 from ompq.network.units import Choice, by_bits
@@ -29,7 +29,7 @@ from ompq.progress import Progress, no_progress
 from ompq.samples import Batch, Samples, SamplesLike
 from ompq.scores.catalogue import score_name
 from ompq.scores.orthogonality import measure_orm
-from ompq.scores.table import Random, Score
+from ompq.scores.table import Random
 from ompq.scores.weight_noise import rounded_weights
 from ompq.sections import AuditedRanks
 from ompq.untrusted_json import json_list, json_object
@@ -37,38 +37,6 @@ from ompq.untrusted_json import json_list, json_object
 Floats = NDArray[np.float64]
 FORMAT = "ompq-audit/1"
 RANDOM = "random allocation "  # prefix of the names of random allocations
-
-
-@dataclass(frozen=True, kw_only=True)
-class AuditConfig:
-    """How allocations are sampled and measured.
-
-    Attributes:
-        allocations: Number of random allocations that meet the budget.
-        null_scores: Number of random scores, which show the correlation by chance.
-        resamples: Bootstrap resamples for each 95 % interval.
-        iterations: Reconstruction steps per block for each allocation; 0 rounds to
-            nearest, which is quick.
-        orm_samples: Samples for the orthogonality of quantized networks; 0 skips it.
-        scores: The scores to audit, or their names. By default those that are quick
-            and can also choose the bits of activations.
-        plan: Choices, pins and so on; its own score is not used.
-        metrics: What to measure on labelled batches besides top-1, as for ``evaluate``.
-        seed: Seed for allocations, null scores and resamples.
-    """
-
-    allocations: int = 60
-    null_scores: int = 20
-    resamples: int = 1000
-    iterations: int = 0
-    orm_samples: int = 64
-    scores: tuple[Score | str, ...] = (
-        *("sensitivity", "blend", "output_divergence", "weight_noise"),
-        *("orm", "smallest_first"),
-    )
-    plan: PlanConfig = PlanConfig()
-    metrics: Mapping[str, Metric] = field(default_factory=lambda: MappingProxyType({}))
-    seed: int = 0
 
 
 @dataclass(frozen=True)

@@ -49,12 +49,12 @@ EXTENSIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "command": {
         "audit": {
-            "module": "ompq.lab.audit_command",
+            "module": "ompq.lab.research_commands",
             "panel": "Research",
             "summary": "Measure how well each score chooses bits for a network.",
         },
         "reproduce": {
-            "module": "ompq.lab.reproduction",
+            "module": "ompq.lab.research_commands",
             "panel": "Research",
             "summary": "Reproduce a table or figure of the OMPQ paper.",
         },

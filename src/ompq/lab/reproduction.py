@@ -1,4 +1,4 @@
-"""reproduce: run a table or a figure of the paper, row by row, and write it down."""
+"""Runs a table or a figure of the paper, row by row, and writes down the results."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from shutil import rmtree
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,15 +20,7 @@ from ompq.bit_widths import FLOAT_BITS
 from ompq.cli.console import Column, Console, View, say
 from ompq.cli.loading import load_network, read_samples
 from ompq.cli.option_groups import NetworkOptions
-from ompq.cli.options import (
-    argument,
-    check_writable,
-    flag,
-    number,
-    one_of,
-    option,
-    output_path,
-)
+from ompq.cli.options import check_writable
 from ompq.configs import (
     PLAN_PROTOCOLS,
     QUANTIZE_PROTOCOLS,
@@ -56,6 +48,7 @@ from ompq.lab.more_scores.loss_gradients import HESSIAN, Hessian
 from ompq.lab.paper_figures import draw, markdown
 from ompq.lab.paper_tables import EXPERIMENTS, HALFWAY, Experiment, Row
 from ompq.lab.published_bits import published_bits
+from ompq.lab.research_options import ReproduceOptions
 from ompq.lab.rivals.reinforcement import ReinforceConfig, reinforce
 from ompq.lab.rivals.wide_channels import one_bitwidth
 from ompq.models.builtin_networks import CIFAR_NETWORKS
@@ -84,7 +77,6 @@ from ompq.workflow import (
 
 _TILE = 1000  # rows of a product at a time: 40 MB for 10,000 columns
 _LAYERS = 4  # whose orthogonality is shown by their bits
-FOLDER = Path("reproduced")
 _TABLES = "scores"  # folder of the score tables, for all experiments
 QUICK_SAMPLES, QUICK_IMAGES = 16, 64  # with --quick
 
@@ -498,92 +490,22 @@ _MEASURES: dict[str, Callable[[Row, Bench], dict[str, Any]]] = {
 }
 
 
-def reproduce(
-    console: Console,
-    name: Annotated[
-        str | None, argument("NAME", "A table or figure, from --list.")
-    ] = None,
-    listed: bool = flag("List every table, figure and row.", "--list"),
-    data: str | None = option(
-        "SOURCE", "Labelled images to train with and to take samples from."
-    ),
-    eval_data: str | None = option(
-        "SOURCE", "Labelled images to measure accuracy on. Default: --data."
-    ),
-    network: str | None = option(
-        "NETWORK", "A network other than the paper's, as for ompq plan."
-    ),
-    weights: str | None = option("FILE", "As for ompq plan."),
-    device: str = one_of(("auto", "cpu", "cuda"), "where to run.", default="auto"),
-    rows: str = option("PATTERN", "Rows to run: ompq-*. Default: all.", default="*"),
-    folder: Path = output_path(
-        f"Folder for the results. Default: {FOLDER}/.", "DIR", FOLDER
-    ),
-    samples: int | None = number(
-        "Images to calibrate with.", shown=f"{CALIBRATION_SAMPLES}, or all", least=8
-    ),
-    limit: int | None = number("Measure on this many images only.", shown="all"),
-    seed: int = number(
-        "Seed for the choice of images and the order.", default=0, least=None
-    ),
-    quick: bool = flag(
-        "Scale every row down, to try it in minutes. The numbers mean nothing."
-    ),
-    strict: bool = flag("Fail if a row cannot be run."),
-) -> View:
-    r"""Reproduce a table or figure of the OMPQ paper, with the methods it compares.
-
-    Examples:
-      ompq reproduce --list
-      ompq reproduce table-ptq-mobilenetv2 --data imagenet/ --weights mbv2.pth \
-        -o out/
-      ompq reproduce table-ptq-resnet18 --data imagenet/ --rows 'ompq-*' -o out/
-      ompq reproduce figure-beta-mobilenetv2 --network ompq:demo --data digits \
-        --quick
-
-    Writes NAME.json, NAME.md (a table next to the paper's numbers) and the figure as
-    SVG, PDF and PNG. Each row is saved as soon as it is measured; the same command
-    continues a stopped run. Rows that train take days on ImageNet; select others with
-    --rows.
-    """
-    if listed:
+def run_reproduce(options: ReproduceOptions, console: Console) -> View:
+    """Run the rows of a table or figure; write and show the results."""
+    if options.listed:
         return _list_view()
-    experiment = _chosen(name)
-    if data is None and not experiment.needs_data:
-        data, weights = "random", weights or "none"
-    if data is None:
-        raise ValueError("--data is missing: give a folder of labelled images")
-    check_writable(folder, folder=True)
-    options = NetworkOptions(
-        network=network or experiment.network, weights=weights, device=device
-    )
-    model = load_network(options, console)
-    inputs = load_data(data, model, split="train", seed=seed)
-    held_out = load_data(eval_data or data, model, split="test", seed=seed)
-    count = samples or min(CALIBRATION_SAMPLES, len(inputs))
-    if quick:
-        count = min(count, QUICK_SAMPLES)
-        limit = limit or min(QUICK_IMAGES, len(held_out))
-    images = read_samples(inputs, count, console)
-    bench = Bench(
-        experiment,
-        model,
-        inputs,
-        images,
-        held_out.batches(limit=limit),
-        folder / experiment.name,
-        quick=quick,
-        seed=seed,
-        stages=console.stages,
-    )
-    results = _results(bench, rows, console)
-    target, table = (folder / f"{experiment.name}.{end}" for end in ("json", "md"))
+    experiment = _chosen(options.name)
+    check_writable(options.folder, folder=True)
+    bench = _bench(options, experiment, console)
+    results = _results(bench, options.rows, console)
+    start = options.folder / experiment.name
+    target, table = (Path(f"{start}.{end}") for end in ("json", "md"))
     _write(target, {**bench.about, "rows": results})
     write_text(table, markdown(experiment, results, bench.about))
-    drawn = draw(experiment, results, folder, published=bench.own_network)
+    drawn = draw(experiment, results, options.folder, published=bench.own_network)
     names = [str(f) for f in (target, table, *drawn)]
     skipped = [row for row, found in results.items() if "skipped" in found]
-    if skipped and strict:
+    if skipped and options.strict:
         raise DataError(
             f"{len(skipped)} of {len(results)} rows were not run, and {table} says "
             f"why: {shorten(skipped)}. Omit --strict to accept that"
@@ -591,6 +513,42 @@ def reproduce(
     left = f", {len(skipped)} of them not run: {shorten(skipped)}" if skipped else ""
     line = f"{experiment.name}: {len(results)} rows{left}, {', '.join(names)}"
     return View({"rows": results, "files": names, "skipped": skipped}, line)
+
+
+def _bench(
+    options: ReproduceOptions, experiment: Experiment, console: Console
+) -> Bench:
+    """Load the network and the data.
+
+    Raises:
+        ValueError: No data is given, and the experiment needs some.
+    """
+    data, weights, seed = options.data, options.weights, options.seed
+    if data is None and not experiment.needs_data:
+        data, weights = "random", weights or "none"
+    if data is None:
+        raise ValueError("--data is missing: give a folder of labelled images")
+    network = options.network or experiment.network
+    sources = NetworkOptions(network=network, weights=weights, device=options.device)
+    model = load_network(sources, console)
+    inputs = load_data(data, model, split="train", seed=seed)
+    held_out = load_data(options.eval_data or data, model, split="test", seed=seed)
+    count = options.samples or min(CALIBRATION_SAMPLES, len(inputs))
+    limit = options.limit
+    if options.quick:
+        count = min(count, QUICK_SAMPLES)
+        limit = limit or min(QUICK_IMAGES, len(held_out))
+    return Bench(
+        experiment,
+        model,
+        inputs,
+        read_samples(inputs, count, console),
+        held_out.batches(limit=limit),
+        options.folder / experiment.name,
+        quick=options.quick,
+        seed=seed,
+        stages=console.stages,
+    )
 
 
 def _chosen(name: str | None) -> Experiment:

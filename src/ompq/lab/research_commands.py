@@ -1,0 +1,61 @@
+"""The commands audit and reproduce: their help and examples.
+
+As in :mod:`ompq.cli.commands`, the module that does the work is imported when a command
+is called, so that help needs neither PyTorch nor NumPy.
+"""
+
+from ompq.cli.console import Console, View, starting
+from ompq.cli.option_groups import CacheOptions, PlanOptions, SourceOptions
+from ompq.cli.options import BudgetOption
+from ompq.lab.research_options import AuditOptions, ReproduceOptions
+
+
+def audit(
+    sources: SourceOptions,
+    planning: PlanOptions,
+    options: AuditOptions,
+    caching: CacheOptions,
+    console: Console,
+    budget: BudgetOption,
+) -> View:
+    r"""Measure how well each score chooses bits for a network.
+
+    Examples:
+      ompq audit cifar:resnet20 --weights r20.safetensors --data cifar10/ \
+        --budget 15% -o audit/
+      ompq audit ompq:demo --data digits --budget 3bits --scores orm,weight-noise
+      ompq audit torchvision:resnet18 --data train/ --eval-data val/ \
+        --limit 1000 --budget 4.0MiB --reconstruct 100 -o audit/
+      ompq audit timm:resnet18 --data train/ --budget 4.0MiB --plan published.json
+
+    Three kinds of allocations are quantized and compared with the float network on
+    held-out inputs: random ones within the budget, the choice of each score, and known
+    ones, which are uniform bits and those of --plan. The correlation that random scores
+    reach is shown for comparison.
+    """
+    with starting():
+        from ompq.lab.audit_command import run_audit
+
+    return run_audit(sources, planning, options, caching, console, budget)
+
+
+def reproduce(options: ReproduceOptions, console: Console) -> View:
+    r"""Reproduce a table or figure of the OMPQ paper, with the methods it compares.
+
+    Examples:
+      ompq reproduce --list
+      ompq reproduce table-ptq-mobilenetv2 --data imagenet/ --weights mbv2.pth \
+        -o out/
+      ompq reproduce table-ptq-resnet18 --data imagenet/ --rows 'ompq-*' -o out/
+      ompq reproduce figure-beta-mobilenetv2 --network ompq:demo --data digits \
+        --quick
+
+    Writes NAME.json, NAME.md (a table next to the paper's numbers) and the figure as
+    SVG, PDF and PNG. Each row is saved as soon as it is measured; the same command
+    continues a stopped run. Rows that train take days on ImageNet; select others with
+    --rows.
+    """
+    with starting():
+        from ompq.lab.reproduction import run_reproduce
+
+    return run_reproduce(options, console)
