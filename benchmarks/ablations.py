@@ -31,10 +31,10 @@ SAMPLES = (8, 16)
 
 def plans(model, samples, count: int, budget: str) -> dict[str, ompq.Plan]:
     """Return the plans of all rows."""
-    base = ompq.PLAN_PROTOCOLS["paper-ptq"]
+    base = ompq.PlanConfig.from_protocol("paper-ptq")
     found = {}
     for name, settings in SETTINGS.items():
-        config = replace(base, score=Orm(ompq.OrmSettings(**settings)))
+        config = replace(base, score=Orm(ompq.scores.OrmSettings(**settings)))
         found[name] = ompq.plan(model, samples[:count], budget, config)
     for few in SAMPLES:
         found[f"{few} samples"] = ompq.plan(model, samples[:few], budget, base)

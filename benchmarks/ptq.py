@@ -298,7 +298,7 @@ def main() -> None:
     parser.add_argument("--name", default="ptq")
     options = parser.parse_args()
     model, samples, batches = load(options.network, options.data)
-    seen = ompq.image_views(samples[: options.images], options.views)
+    seen = ompq.datasets.image_views(samples[: options.images], options.views)
     held_out = samples[options.images :]
     reference = ompq.evaluate(model, batches)
     print(f"{options.network} float {reference.top1:.4f}", flush=True)

@@ -127,11 +127,11 @@ def new_plan(nets: Networks, method: str, seed: int) -> ompq.Plan:
     if method == "hawq-v3":
         return nets.plan(replace(base, score="hessian"))
     if method == "brecq":
-        return nets.plan(ompq.PLAN_PROTOCOLS["brecq"])
+        return nets.plan(ompq.PlanConfig.from_protocol("brecq"))
     if method == "ours, distilled":
         return nets.plan(base, samples=distilled(nets, 0))
     if method == "paper":
-        return nets.plan(ompq.PLAN_PROTOCOLS["paper-ptq"])
+        return nets.plan(ompq.PlanConfig.from_protocol("paper-ptq"))
     plan = nets.plan(base)
     if method == "haq":
         config = lab.ReinforceConfig(episodes=nets.options.episodes, seed=seed)
@@ -177,7 +177,7 @@ def distilled(nets: Networks, seed: int) -> torch.Tensor:
     count, steps = options.distilled, options.distill_steps
 
     def make(path: Path) -> None:
-        made = ompq.distilled_samples(
+        made = ompq.datasets.distilled_samples(
             nets.model, nets.shape(), count, steps=steps, batch_size=count, seed=seed
         )
         save_file({"images": made}, path)
@@ -224,7 +224,7 @@ def qat_plan(nets: Networks, method: str, seed: int) -> tuple[ompq.Plan, nn.Modu
     if method == "ours":
         return nets.plan(replace(base, choices=(2, 3, 4, 5, 6, 8)), budget), nets.model
     if method == "hawq-v3":
-        config = replace(ompq.PLAN_PROTOCOLS["hawq-v3"], accounting="packed")
+        config = replace(ompq.PlanConfig.from_protocol("hawq-v3"), accounting="packed")
         try:
             return nets.plan(config, budget), nets.model
         except InfeasibleBudgetError:  # of its choices, 4 bits and 8, none is so small
@@ -252,7 +252,7 @@ def train_config(nets: Networks, method: str, seed: int) -> ompq.TrainConfig:
             freeze_norm_epoch=options.epochs // 2,
         )
     else:
-        base = ompq.TRAIN_PROTOCOLS[method]
+        base = ompq.TrainConfig.from_protocol(method)
     scratch = method == "one-bitwidth"
     return replace(
         base,

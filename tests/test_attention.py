@@ -304,7 +304,7 @@ def test_scores_and_histograms_take_the_network_itself():
     )
     assert (ompq.scores.WeightNoise()(given).damage > 0).all()
     quantized = ompq.quantize(network, plan, samples)
-    shown = ompq.layer_histograms(quantized, network, plan, samples, count=10)
+    shown = ompq.report.layer_histograms(quantized, network, plan, samples, count=10)
     assert any("in_proj, inputs" in one.name for one in shown)
 
 

@@ -152,7 +152,7 @@ def found():
         model,
         made,
         quantized,
-        ompq.layer_histograms(quantized, model, made, images()),
+        ompq.report.layer_histograms(quantized, model, made, images()),
     )
 
 
@@ -227,7 +227,7 @@ def test_float_layers_are_passed_over_and_constants_have_a_bar():
     config = ompq.PlanConfig(pinned={"2": 32}, score="smallest_first")
     made = ompq.plan(model, samples, "32bits", config)
     quantized = ompq.quantize(model, made, samples)
-    weights, inputs = ompq.layer_histograms(quantized, model, made, samples)
+    weights, inputs = ompq.report.layer_histograms(quantized, model, made, samples)
     assert weights.name.startswith("0, weights")
     assert sum(weights.counts) == 16
     assert max(inputs.counts) == 24  # every input is 1
@@ -241,7 +241,7 @@ def test_codes_of_coded_layers_are_counted_one_by_one():
     config = ompq.PlanConfig(pinned={"0": (8, 8, 2.5)}, score="weight_noise")
     made = ompq.plan(model, samples, "8bits", config)
     quantized = ompq.quantize(model, made, samples)
-    inputs, last = ompq.layer_histograms(quantized, model, made, samples)
+    inputs, last = ompq.report.layer_histograms(quantized, model, made, samples)
     assert inputs.name == "0, inputs"
     assert last.name == "0, codes: 2.5 bits coded"
     levels = (quantized[0].codes().int() - 128).flatten().tolist()

@@ -41,7 +41,7 @@ def files(tmp_path_factory):
     packed, onnx, both = (folder / name for name in ("net", "net.onnx", "both"))
     ompq.save(final, packed, network="net.py:make")
     ompq.export(final, onnx, images())
-    ompq.add_onnx(packed, onnx, both)
+    ompq.packed.add_onnx(packed, onnx, both)
     return both, onnx
 
 
@@ -76,7 +76,10 @@ def test_the_wheel_works_where_there_is_no_torch(wheel, files, tmp_path):
     done = run("unpack", both, "-o", "again.onnx")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "again.onnx").read_bytes() == onnx.read_bytes()
-    code = "import ompq, sys; ompq.unpack; assert 'torch' not in sys.modules; ompq.plan"
+    code = (
+        "import ompq, sys; ompq.packed.unpack; assert 'torch' not in sys.modules; "
+        "ompq.plan"
+    )
     missing = subprocess.run([python, "-c", code], capture_output=True, env={})
     assert b"No module named 'ompq.planning'" in missing.stderr
 

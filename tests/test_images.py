@@ -272,7 +272,7 @@ def loss(model, images):
 
 def test_the_loss_is_the_published_one_and_falls(model):
     told = []
-    made = ompq.distilled_samples(
+    made = ompq.datasets.distilled_samples(
         model, SHAPE, 4, steps=60, progress=lambda *call: told.append(call)
     )
     noise = torch.randn(4, *SHAPE, generator=torch.Generator().manual_seed(0))
@@ -289,8 +289,10 @@ def test_the_seed_decides_and_nothing_is_changed(model):
         torch.get_rng_state(),
         [p.clone() for p in model.state_dict().values()],
     )
-    one, again = (ompq.distilled_samples(model, SHAPE, 3, steps=3) for _ in range(2))
-    other = ompq.distilled_samples(model, SHAPE, 3, steps=3, seed=1)
+    one, again = (
+        ompq.datasets.distilled_samples(model, SHAPE, 3, steps=3) for _ in range(2)
+    )
+    other = ompq.datasets.distilled_samples(model, SHAPE, 3, steps=3, seed=1)
     assert one.shape == (3, *SHAPE)
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
@@ -303,7 +305,7 @@ def test_the_seed_decides_and_nothing_is_changed(model):
 
 def test_images_are_made_in_batches(model):
     told = []
-    made = ompq.distilled_samples(
+    made = ompq.datasets.distilled_samples(
         model, SHAPE, 5, steps=2, batch_size=2, progress=lambda *call: told.append(call)
     )
     assert made.shape == (5, *SHAPE)
@@ -311,18 +313,18 @@ def test_images_are_made_in_batches(model):
 
 
 def test_inputs_that_are_not_normalised_are_free(model):
-    free = ompq.distilled_samples(model, SHAPE, 2, steps=40, normalised=False)
-    tied = ompq.distilled_samples(model, SHAPE, 2, steps=40)
+    free = ompq.datasets.distilled_samples(model, SHAPE, 2, steps=40, normalised=False)
+    tied = ompq.datasets.distilled_samples(model, SHAPE, 2, steps=40)
     assert not torch.equal(free, tied)
 
 
 def test_networks_without_statistics_are_refused():
     with pytest.raises(SampleError, match="Chain has no batch norms"):
-        ompq.distilled_samples(Chain(), SHAPE)
+        ompq.datasets.distilled_samples(Chain(), SHAPE)
     with pytest.raises(SampleError, match="TinyResNet hold only initial values"):
-        ompq.distilled_samples(TinyResNet(), SHAPE)
+        ompq.datasets.distilled_samples(TinyResNet(), SHAPE)
     with pytest.raises(ValueError, match="steps=0 must be at least 1"):
-        ompq.distilled_samples(seeded(TinyResNet()), SHAPE, steps=0)
+        ompq.datasets.distilled_samples(seeded(TinyResNet()), SHAPE, steps=0)
 
 
 def test_data_by_name(model, monkeypatch):
@@ -330,7 +332,7 @@ def test_data_by_name(model, monkeypatch):
 
     def quickly(*args, **more):
         asked.append(more)
-        return ompq.distilled_samples(*args, **more, steps=2)
+        return ompq.datasets.distilled_samples(*args, **more, steps=2)
 
     monkeypatch.setattr("ompq.datasets.named_data.distilled_samples", quickly)
     named = NamedModel(model, "net", SHAPE, (0.5,) * 3, (0.5,) * 3, 8)
@@ -347,6 +349,6 @@ def test_data_by_name(model, monkeypatch):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_distilling_on_a_gpu(model):
-    made = ompq.distilled_samples(model.cuda(), SHAPE, 4, steps=5)
+    made = ompq.datasets.distilled_samples(model.cuda(), SHAPE, 4, steps=5)
     assert made.device.type == "cpu"
     model.cpu()

@@ -150,7 +150,7 @@ def test_a_packed_file_keeps_to_its_budget_with_its_graph(make, tmp_path):
         final = ompq.finalize(ompq.quantize(network, plan, samples), samples)
         ompq.save(final, packed, plan=plan)
         ompq.export(final, onnx, samples)
-        added = ompq.add_onnx(packed, onnx, both)
+        added = ompq.packed.add_onnx(packed, onnx, both)
         real, planned = both.stat().st_size, plan.totals["graph_bytes"]
         assert packed.stat().st_size + added < real <= planned <= limit
         # The packed file's own bound has room for 1.5 KiB, and names take some.
@@ -166,7 +166,7 @@ def test_a_run_writes_the_files_that_its_budget_limits(tmp_path):
     for name, cost in ((ONNX, "onnx_bytes"), (PACKED, "graph_bytes")):
         real = (tmp_path / name).stat().st_size
         assert real == sizes[name].bytes <= sizes[name].planned == plan.totals[cost]
-    ompq.unpack(tmp_path / PACKED, tmp_path / "again.onnx")
+    ompq.packed.unpack(tmp_path / PACKED, tmp_path / "again.onnx")
     again = (tmp_path / "again.onnx").read_bytes()
     assert again == (tmp_path / ONNX).read_bytes()
     saved = json.loads((tmp_path / RESULT).read_text())["sizes"]
@@ -190,5 +190,5 @@ def test_graphs_above_their_budget_are_not_kept(tmp_path):
     named = ompq.ExportConfig(network="".join(map(chr, range(33, 999))))
     ompq.export(final, onnx, samples, named)
     with pytest.raises(PackedFileError, match=r"both: the file takes .* of graph:"):
-        ompq.add_onnx(packed, onnx, both)
+        ompq.packed.add_onnx(packed, onnx, both)
     assert not both.exists()

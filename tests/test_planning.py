@@ -186,7 +186,7 @@ def test_latency_budget_needs_and_uses_a_table(network):
 
 @pytest.mark.parametrize("name", ["paper-ptq", "paper-qat"])
 def test_protocols_follow_the_paper(network, name):
-    config = ompq.PLAN_PROTOCOLS[name]
+    config = ompq.PlanConfig.from_protocol(name)
     budget = "3bits" if name == "paper-ptq" else "6bits"
     plan = ompq.plan(network, images(16), budget, config)
     bits = [choice.weight for choice in plan.allocation.values()]
@@ -334,7 +334,7 @@ def test_a_pair_fixes_weight_and_activation_bits_together(network):
 @pytest.mark.parametrize("granularity", ["block", "stage", "net"])
 def test_coarse_granularity_gives_one_width_to_each_part(granularity):
     network = seeded(TinyMobileNet())
-    score = ompq.scores.Orm(ompq.OrmSettings(granularity=granularity))
+    score = ompq.scores.Orm(ompq.scores.OrmSettings(granularity=granularity))
     config = ompq.PlanConfig(score=score, pinned={"@first": 8})
     plan = ompq.plan(network, images(8), "4.5bits", config)
     widths: dict = {}
@@ -349,7 +349,7 @@ def test_coarse_granularity_gives_one_width_to_each_part(granularity):
 
 @pytest.mark.parametrize("name", ["-log(x)", "-x", "-x^3", "-exp(x)"])
 def test_every_decreasing_function_uses_the_budget_up(network, name):
-    score = ompq.scores.Orm(ompq.OrmSettings(decreasing=name))
+    score = ompq.scores.Orm(ompq.scores.OrmSettings(decreasing=name))
     plan = ompq.plan(network, images(8), "4bits", ompq.PlanConfig(score=score))
     assert plan.totals["average_bits"] > 3.5
     assert plan.scores.importance.min() == 0  # raised until the least is 0

@@ -269,8 +269,10 @@ def test_edited_allocation_is_taken(plan, tmp_path):
         lambda network, wrong: ompq.save(
             ompq.quantize(network, {"*": 8}, images()), "net.safetensors", plan=wrong
         ),
-        lambda network, wrong: ompq.layer_histograms(network, network, wrong, images()),
-        lambda _, wrong: ompq.write_figures("figures", wrong),
+        lambda network, wrong: ompq.report.layer_histograms(
+            network, network, wrong, images()
+        ),
+        lambda _, wrong: ompq.report.write_figures("figures", wrong),
         lambda _, wrong: ompq.write_report("report.html", wrong),
     ],
 )
@@ -288,7 +290,7 @@ def test_what_is_no_plan_is_named(network, verb):
         lambda wrong, plan: ompq.quantize(wrong, plan, images()),
         lambda wrong, plan: ompq.refine(plan, wrong, images()),
         lambda wrong, _: ompq.evaluate(wrong, [(images(), torch.zeros(8))]),
-        lambda wrong, _: ompq.distilled_samples(wrong, (3, 8, 8)),
+        lambda wrong, _: ompq.datasets.distilled_samples(wrong, (3, 8, 8)),
     ],
 )
 def test_what_is_no_network_is_named(plan, verb):

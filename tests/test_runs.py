@@ -356,7 +356,7 @@ def test_views_are_what_is_learned_from(net, tmp_path, monkeypatch):
         assert run(*words, *more, "-o", tmp_path / str(number)).exit_code == 0
     plain, views = (samples.first_batch(24) for samples in seen)
     assert len(plain) == 8
-    assert torch.equal(views, ompq.image_views(plain, 3))
+    assert torch.equal(views, ompq.datasets.image_views(plain, 3))
 
 
 def test_bits_for_some_layers_only_are_refused(net, tmp_path):

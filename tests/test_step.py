@@ -64,15 +64,15 @@ def test_wrong_settings_are_refused(wrong, words):
 
 
 def test_the_protocol_of_the_paper():
-    protocol = ompq.TRAIN_PROTOCOLS["paper-qat"]
-    assert protocol == ompq.TRAIN_PROTOCOLS["hawq-v3"]
+    protocol = ompq.TrainConfig.from_protocol("paper-qat")
+    assert protocol == ompq.TrainConfig.from_protocol("hawq-v3")
     assert (protocol.weights, protocol.activations) == ("minmax", "ema")
     assert (protocol.start, protocol.distill) == ("float", 0.0)
     assert (protocol.batch_norm, protocol.freeze_norm_epoch) == ("fold-and-train", 0)
-    assert ompq.TRAIN_PROTOCOLS["ours"] == ompq.TrainConfig()
+    assert ompq.TrainConfig.from_protocol("ours") == ompq.TrainConfig()
     assert (protocol.epochs, protocol.batch_size) == (90, 128)
     assert protocol.learning_rate == protocol.weight_decay == 1e-4
-    assert ompq.PLAN_PROTOCOLS["paper-qat"].choices == (4, 5, 6, 7, 8)
+    assert ompq.PlanConfig.from_protocol("paper-qat").choices == (4, 5, 6, 7, 8)
 
 
 def test_clipping_moves_the_limit_by_the_gradient_beyond_it():

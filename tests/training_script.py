@@ -82,7 +82,7 @@ def kept():
 def hawq():
     """Return the toy and HAWQ-V3's settings, but for the rate and the epochs."""
     model, network, data = toy(bits=4, activation=6)
-    recipe = ompq.TRAIN_PROTOCOLS["hawq-v3"]
+    recipe = ompq.TrainConfig.from_protocol("hawq-v3")
     config = replace(recipe, epochs=2, batch_size=8, learning_rate=0.05, report_steps=1)
     return model, network, data, config
 

@@ -14,16 +14,20 @@ from typing import TYPE_CHECKING
 from ompq.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from ompq import errors as errors, lab as lab, scores as scores
+    from ompq import (
+        datasets as datasets,
+        errors as errors,
+        lab as lab,
+        packed as packed,
+        report as report,
+        scores as scores,
+    )
     from ompq.allocation.problem import Allocation as Allocation
     from ompq.budgets import Budget as Budget
     from ompq.configs import (
         EFFORTS as EFFORTS,
-        PLAN_PROTOCOLS as PLAN_PROTOCOLS,
-        TRAIN_PROTOCOLS as TRAIN_PROTOCOLS,
         ExportConfig as ExportConfig,
         Goal as Goal,
-        OrmSettings as OrmSettings,
         PlanConfig as PlanConfig,
         QuantizeConfig as QuantizeConfig,
         ReconstructConfig as ReconstructConfig,
@@ -33,10 +37,7 @@ if TYPE_CHECKING:
         TrainConfig as TrainConfig,
         TuningConfig as TuningConfig,
     )
-    from ompq.datasets.distillation import distilled_samples as distilled_samples
-    from ompq.datasets.images import image_views as image_views
     from ompq.datasets.named_data import load_data as load_data
-    from ompq.datasets.training_sets import training_data as training_data
     from ompq.errors import OmpqError as OmpqError
     from ompq.evaluation import Perplexity as Perplexity, evaluate as evaluate
     from ompq.evaluation_result import Evaluation as Evaluation
@@ -54,12 +55,7 @@ if TYPE_CHECKING:
     )
     from ompq.offload import device_memory as device_memory
     from ompq.packed.account import inspect_file as inspect_file
-    from ompq.packed.embedded_graph import unpack as unpack
-    from ompq.packed.packed_files import (
-        add_onnx as add_onnx,
-        load as load,
-        save as save,
-    )
+    from ompq.packed.packed_files import load as load, save as save
     from ompq.parallel import distributed as distributed
     from ompq.planning import plan as plan
     from ompq.plans import Plan as Plan
@@ -67,12 +63,9 @@ if TYPE_CHECKING:
     from ompq.quantization.record import quantization_of as quantization_of
     from ompq.reconstruction.block_loop import reconstruct as reconstruct
     from ompq.refinement import refine as refine
-    from ompq.report.figures import write_figures as write_figures
-    from ompq.report.histograms import layer_histograms as layer_histograms
     from ompq.report.page import write_report as write_report
     from ompq.runtimes.exporter import export as export
     from ompq.samples import Samples as Samples
-    from ompq.sections import Accuracy as Accuracy
     from ompq.smallest_network import (
         Smallest as Smallest,
         find_smallest as find_smallest,

@@ -251,6 +251,15 @@ class PlanConfig(Config):
         check=output_problem,
     )
 
+    @classmethod
+    def from_protocol(cls, name: str) -> "PlanConfig":
+        """Return the settings of published work, by its name: ``"paper-qat"``.
+
+        Raises:
+            ValueError: The name is unknown.
+        """
+        return PLAN_PROTOCOLS.find(name)
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeConfig(Config):
@@ -323,6 +332,15 @@ class QuantizeConfig(Config):
         metavar="KIND",
         check=output_problem,
     )
+
+    @classmethod
+    def from_protocol(cls, name: str) -> "QuantizeConfig":
+        """Return the settings of published work, by its name: ``"paper-qat"``.
+
+        Raises:
+            ValueError: The name is unknown.
+        """
+        return QUANTIZE_PROTOCOLS.find(name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -777,6 +795,15 @@ class TrainConfig(Config):
                 f"code_penalty={self.code_penalty:g} needs weights='stored' and "
                 f"batch_norm='folded', not {self.weights!r} and {self.batch_norm!r}"
             )
+
+    @classmethod
+    def from_protocol(cls, name: str) -> "TrainConfig":
+        """Return the settings of published work, by its name: ``"paper-qat"``.
+
+        Raises:
+            ValueError: The name is unknown.
+        """
+        return TRAIN_PROTOCOLS.find(name)
 
     @property
     def needs_float(self) -> bool:

@@ -265,7 +265,7 @@ def test_the_papers_claim_is_tested_on_every_measure_of_quality(audited):
 
 
 def test_random_allocations_do_not_depend_on_the_granularity_of_a_score(audited, found):
-    whole = ompq.scores.Orm(ompq.OrmSettings(granularity="net"))
+    whole = ompq.scores.Orm(ompq.scores.OrmSettings(granularity="net"))
     config = replace(QUICK_AUDIT, scores=(whole, "weight_noise"), orm_samples=0)
     other = lab.audit(audited, images(16), BUDGET, images(12, seed=5), config)
     assert [one.bits for one in other.random] == [one.bits for one in found.random]

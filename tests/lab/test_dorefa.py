@@ -15,7 +15,7 @@ from quantized import quantized
 from training_script import loss, toy
 
 RECIPE = replace(
-    ompq.TRAIN_PROTOCOLS["pact"],
+    ompq.TrainConfig.from_protocol("pact"),
     epochs=4,
     batch_size=8,
     learning_rate=0.05,

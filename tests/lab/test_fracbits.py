@@ -20,7 +20,7 @@ from ompq.layers import quantized_layers
 from training_script import equal, toy
 
 RECIPE = replace(
-    ompq.TRAIN_PROTOCOLS["fracbits-pact"],
+    ompq.TrainConfig.from_protocol("fracbits-pact"),
     epochs=5,
     batch_size=8,
     learning_rate=0.05,

@@ -21,7 +21,7 @@ from ompq.layers import StoredValues, quantized_layers
 from training_script import loss, toy
 
 RECIPE = replace(
-    ompq.TRAIN_PROTOCOLS["lq-nets"],
+    ompq.TrainConfig.from_protocol("lq-nets"),
     epochs=4,
     batch_size=8,
     learning_rate=0.05,

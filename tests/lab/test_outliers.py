@@ -54,7 +54,7 @@ def test_activations_beyond_the_range_keep_sixteen_bits():
 
 def test_rvquant_learns_and_counts_its_outliers(tmp_path):
     model, network, data = toy(bits=3, activation=8)
-    recipe = ompq.TRAIN_PROTOCOLS["rvquant"]
+    recipe = ompq.TrainConfig.from_protocol("rvquant")
     config = replace(recipe, epochs=4, batch_size=8, learning_rate=0.05, report_steps=1)
     config = replace(config, weights=Outliers(fraction=0.02))
     trained = ompq.train(network, data, config, teacher=model)

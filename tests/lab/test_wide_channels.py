@@ -88,7 +88,7 @@ def test_training_from_scratch_reads_digits():
         lambda m: CifarResNet(8, width=m), images[:64], "14KiB", 2, config
     )
     network = ompq.quantize(found.model, found.plan, images[:64])
-    recipe = ompq.TRAIN_PROTOCOLS["one-bitwidth"]
+    recipe = ompq.TrainConfig.from_protocol("one-bitwidth")
     assert recipe.freeze_norm_epoch == recipe.epochs  # frozen norms undo the training
     batches = list(zip(images.split(64), data.train_targets.split(64), strict=True))
     short = replace(recipe, epochs=2)

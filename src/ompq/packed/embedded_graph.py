@@ -268,7 +268,8 @@ def unpack(path: str | Path, output: str | Path) -> int:
     Needs numpy, constriction and onnx; neither PyTorch nor the network.
 
     Args:
-        path: A packed file that carries its ONNX file; see :func:`ompq.add_onnx`.
+        path: A packed file that carries its ONNX file, by
+            :func:`ompq.packed.add_onnx`.
 
     Raises:
         PackedFileError: The file is damaged, or carries no ONNX file.

@@ -141,7 +141,9 @@ def load(path: str | Path, model: nn.Module | Callable[[], nn.Module]) -> nn.Mod
 
 
 def add_onnx(path: str | Path, onnx: str | Path, output: str | Path) -> int:
-    """Write a copy of a packed file that carries its ONNX file for :func:`ompq.unpack`.
+    """Write a copy of a packed file that carries its ONNX file.
+
+    :func:`ompq.packed.unpack` writes the ONNX file again.
 
     Codes, scales and biases are stored only once: constants of the ONNX file that
     follow from them are left out.

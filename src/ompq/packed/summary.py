@@ -41,7 +41,7 @@ class PackedSummary:
 
     @property
     def has_graph(self) -> bool:
-        """Whether :func:`ompq.unpack` finds an ONNX file in it."""
+        """Whether :func:`ompq.packed.unpack` finds an ONNX file in it."""
         return GRAPH in self.tensor_bytes
 
     def lines(self) -> Iterator[str]:

@@ -48,8 +48,9 @@ def train(  # noqa: PLR0913
 
     Args:
         quantized: From :func:`ompq.quantize` or, better, :func:`ompq.reconstruct`.
-        batches: Training data (:func:`ompq.training_data`), or an iterable of inputs
-            and targets that can be read once per epoch, such as a ``DataLoader``.
+        batches: Training data (:func:`ompq.datasets.training_data`), or an iterable of
+            inputs and targets that can be read once per epoch, such as a
+            ``DataLoader``.
         teacher: The float network, for distillation or to keep its norms.
         validation: Labelled batches; accuracy on them, or your own loss, decides which
             epoch is kept.
