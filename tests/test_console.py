@@ -9,10 +9,9 @@ import pytest
 from rich.console import Console as RichConsole
 
 from console_cases import stream
-from ompq import progress
+from ompq import progress, progress_bar
 from ompq.allocation.problem import Problem
 from ompq.budgets import Budget
-from ompq.cli import console as consoles
 from ompq.cli.console import (
     Column,
     Console,
@@ -44,7 +43,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(consoles, "perf_counter", found)
+    monkeypatch.setattr(progress_bar, "perf_counter", found)
     monkeypatch.setattr(progress, "perf_counter", found)
     return found
 
@@ -324,11 +323,13 @@ def test_what_stays_float_is_collapsed():
 
 def test_a_line_of_progress_names_its_stage_once(monkeypatch):
     now = iter(range(0, 1000, 20))
-    monkeypatch.setattr(consoles, "perf_counter", lambda: float(next(now)))
+    monkeypatch.setattr(progress_bar, "perf_counter", lambda: float(next(now)))
     said = io.StringIO()
-    with consoles._lines(RichConsole(file=said), "evaluating") as progress:
-        progress(1, 9, "evaluating: top-1 50 %")
-        progress(2, 9, "batch")
+    with progress_bar.shown_stages(RichConsole(file=said)).stage(
+        "evaluating"
+    ) as report:
+        report(1, 9, "evaluating: top-1 50 %")
+        report(2, 9, "batch")
     first, second = said.getvalue().splitlines()
     assert first.startswith("evaluating: top-1 50 %, 1/9")
     assert second.startswith("evaluating: batch, 2/9")

@@ -28,6 +28,7 @@ ORDER = {
     "configs": "",
     "checkpoints": "",
     "progress": "",
+    "progress_bar": "",
     "tabular": "",
     "user_functions": "",
     "samples": "",

@@ -19,7 +19,8 @@ from ompq.evaluation_result import Evaluation, paired, wilson_interval
 from ompq.network.graph import RECORD
 from ompq.outputs import CLASSES, Outputs, check_output, per_input
 from ompq.parallel import process_count, share_out
-from ompq.progress import Progress
+from ompq.progress import ProgressLike, callback
+from ompq.progress_bar import shows_progress
 from ompq.samples import (
     Batch,
     Samples,
@@ -70,6 +71,7 @@ class Perplexity:
 METRICS: dict[str, Metric] = {"perplexity": Perplexity()}  # by name
 
 
+@shows_progress("evaluating")
 def evaluate(
     model: nn.Module,
     batches: Iterable[tuple[Batch, Any]] | Samples,
@@ -77,7 +79,7 @@ def evaluate(
     reference: nn.Module | None = None,
     metrics: Mapping[str, Metric] | None = None,
     output: str | None = None,
-    progress: Progress | None = None,
+    progress: ProgressLike = None,
 ) -> Evaluation:
     """Evaluate a network on labelled batches, or compare it with a float network.
 
@@ -97,6 +99,7 @@ def evaluate(
             reference: ``classes``, ``values``, ``embedding`` or ``detections``; with
             several outputs one for each, joined by commas. None means as quantized, or
             as recognised.
+        progress: Called after each batch; True shows a bar.
 
     Raises:
         DataError: There are no batches, or targets do not match inputs or outputs.
@@ -108,7 +111,7 @@ def evaluate(
         batches = _unlabelled(batches, reference)
     any_targets = bool(metrics) or reference is not None
     networks = (model,) if reference is None else (model, reference)
-    processes = process_count()
+    processes, report = process_count(), callback(progress)
     outputs, batches = _outputs(networks, batches, output)
 
     def share(number: int) -> tuple[list[_Part], str]:
@@ -122,7 +125,7 @@ def evaluate(
                 given = inputs, targets, metrics or {}, outputs
                 parts.append(_compare_batch(networks, *given))
                 if progress is not None:
-                    progress(index + 1, total, f"evaluating{_top1_so_far(parts)}")
+                    report(index + 1, total, f"evaluating{_top1_so_far(parts)}")
         return parts, digest.hexdigest()
 
     with evaluating(*networks):

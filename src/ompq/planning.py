@@ -29,7 +29,8 @@ from ompq.network.units import (
     select,
 )
 from ompq.plans import Plan, make_problem
-from ompq.progress import Progress, no_progress
+from ompq.progress import ProgressLike, callback
+from ompq.progress_bar import shows_progress
 from ompq.samples import Samples, SamplesLike, batch_values, usual_settings
 from ompq.score_tables import ScoreTable
 from ompq.scores.catalogue import score_name, score_table, with_orm_settings
@@ -41,6 +42,7 @@ _LOG = logging.getLogger(__name__)
 _SCORING = "scoring the choices"
 
 
+@shows_progress("planning", by_message=True)
 @usual_settings()
 def plan(
     model: nn.Module,
@@ -49,7 +51,7 @@ def plan(
     config: PlanConfig = PlanConfig(),
     *,
     cache: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: ProgressLike = None,
 ) -> Plan:
     """Choose bits for every unit of a network within a budget.
 
@@ -59,6 +61,7 @@ def plan(
             by commas, or a Budget.
         cache: A folder for score tables. A later plan with the same network, samples
             and score reads its table there.
+        progress: Called as each stage begins and within it; True shows a bar.
 
     Raises:
         ExportError: The budget limits the ONNX file, and none can be written.
@@ -72,7 +75,7 @@ def plan(
     target = _target(config)
     budget = budget if target is None else budget.of_file(target.file)
     model = with_layers(model, samples)
-    report = progress or no_progress
+    report = callback(progress)
     report(0, 3, "observing the network")
     memory = bool(budget.activations_mib or budget.total_mib)
     graph, alive, problem = unscored_problem(model, samples, config, memory=memory)

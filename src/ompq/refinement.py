@@ -32,7 +32,8 @@ from ompq.configs import QuantizeConfig, RefineConfig
 from ompq.measurement import Meter, split
 from ompq.network.graph import trace
 from ompq.plans import Measurement, Plan, check_plan
-from ompq.progress import Progress
+from ompq.progress import ProgressLike, callback
+from ompq.progress_bar import shows_progress
 from ompq.samples import Samples, SamplesLike
 from ompq.scores.catalogue import score_name, score_table
 from ompq.scores.table import ScoreInputs
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 _TRIES = 24  # perturbations to try before giving up
 
 
+@shows_progress("refining")
 def refine(  # noqa: PLR0913 - the last three are optional
     plan: Plan,
     model: nn.Module,
@@ -51,7 +53,7 @@ def refine(  # noqa: PLR0913 - the last three are optional
     *,
     checkpoint: str | Path | None = None,
     cache: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: ProgressLike = None,
 ) -> Plan:
     """Return a plan with the best of many measured allocations.
 
@@ -67,7 +69,7 @@ def refine(  # noqa: PLR0913 - the last three are optional
         checkpoint: A JSON file that keeps the measurements; a run with the same
             arguments resumes from it.
         cache: A folder for the tables of the scores, as for ``plan``.
-        progress: Called after each measurement.
+        progress: Called after each measurement; True shows a bar.
 
     Raises:
         PlanError: The plan was made for another network.
@@ -100,7 +102,7 @@ def refine(  # noqa: PLR0913 - the last three are optional
             best = digits(min(one.divergence for one in measured))
             total = config.count if config.seconds is None else None
             text = f"measuring allocations: best divergence {best}"
-            progress(len(measured), total, text)
+            callback(progress)(len(measured), total, text)
         if _end(measured, config, time.monotonic() - started):
             break
         if chooser.started(measured) and not _is_trusted(measured, config):

@@ -20,7 +20,8 @@ from ompq.integer.finalization import finalize_if_possible
 from ompq.measurement import split
 from ompq.network.graph import trace
 from ompq.plans import Plan, check_plan
-from ompq.progress import Progress, no_progress
+from ompq.progress import Progress, ProgressLike, callback
+from ompq.progress_bar import shows_progress
 from ompq.quantization.pipeline import quantize
 from ompq.reconstruction.block_loop import reconstruct
 from ompq.refinement import rows
@@ -111,6 +112,7 @@ class Smallest:
         return {"goal": str(self.goal), "tried": tried, "trials": trials}
 
 
+@shows_progress("searching")
 def find_smallest(  # noqa: PLR0913 - the last four are optional
     plan: Plan,
     model: nn.Module,
@@ -120,7 +122,7 @@ def find_smallest(  # noqa: PLR0913 - the last four are optional
     *,
     batches: Iterable[Any] | None = None,
     folder: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: ProgressLike = None,
 ) -> Smallest:
     """Return the smallest network found that meets a goal.
 
@@ -133,6 +135,7 @@ def find_smallest(  # noqa: PLR0913 - the last four are optional
         batches: Inputs to measure on, in any form that :func:`ompq.evaluate` takes;
             they are read once for each network tried.
         folder: Keeps the networks tried; the same call resumes from it.
+        progress: Called while networks are made and measured; True shows a bar.
 
     Raises:
         GoalError: Not even the largest network meets the goal, or the goal cannot be
@@ -149,7 +152,7 @@ def find_smallest(  # noqa: PLR0913 - the last four are optional
     elif not isinstance(batches, Samples) and iter(batches) is batches:
         held_out = list(batches)  # an iterator can be read only once
     path = None if folder is None else Path(folder)
-    report = progress or no_progress
+    report = callback(progress)
     return _Search(plan, model, calibration, held_out, goal, config, path, report).run()
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -15,20 +15,18 @@ from contextlib import (
     suppress,
 )
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from io import StringIO
-from time import perf_counter
 from typing import Any, Literal, TextIO, TypeAlias
 
-from rich import box, progress as bars
+from rich import box
 from rich.console import Console as RichConsole, RenderableType
-from rich.table import Column as RichColumn, Table
+from rich.table import Table
 from rich.text import Text
 
-from ompq.amounts import seconds as duration
 from ompq.progress import Progress, Stages, silent
+from ompq.progress_bar import plain as plain, say as say, shown_stages
 
-_LINE_SECONDS = 10.0  # time between lines of progress if there is no terminal
 _LOGGER = logging.getLogger("ompq")
 _UNBOUNDED = 10_000  # width of a pipe, so that nothing is cut
 _GAP = 2  # spaces between columns: one of padding, one of the box
@@ -131,8 +129,7 @@ class Console:
         """The stages of the command, shown on stderr and timed."""
         if self.quiet:
             return Stages(silent)
-        shown = _bar if self.err.is_terminal else _lines
-        return Stages(partial(shown, self.err))
+        return shown_stages(self.err)
 
     def stage(self, name: str) -> AbstractContextManager[Progress]:
         """Show the progress of a stage and record its time."""
@@ -164,27 +161,6 @@ def render(view: View, console: Console) -> None:
         console.show_json(view.data)
     else:
         console.show(*((not console.quiet and view.body) or [view.line]))
-
-
-def plain(text: str) -> str:
-    r"""Return text with its control characters escaped, except newlines.
-
-    Names of layers and files may hold escape sequences that a terminal would obey.
-
-    Example:
-        >>> plain("conv\x1b[31m1")
-        'conv\\x1b[31m1'
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text
-    )
-
-
-def say(console: RichConsole, text: str, style: str = "") -> None:
-    """Print one line of text, wrapped only on a terminal."""
-    console.print(Text(plain(text), style), soft_wrap=not console.is_terminal)
 
 
 @contextmanager
@@ -277,69 +253,3 @@ def _level(level: int) -> Iterator[None]:
 def mute_warnings() -> AbstractContextManager[None]:
     """Suppress the library's warnings."""
     return _level(logging.ERROR)
-
-
-@contextmanager
-def _bar(console: RichConsole, name: str) -> Iterator[Progress]:
-    columns = (
-        bars.TextColumn(
-            "{task.description}",
-            markup=False,
-            table_column=RichColumn(ratio=1, no_wrap=True, overflow="ellipsis"),
-        ),
-        bars.BarColumn(bar_width=20),
-        bars.TextColumn("{task.fields[count]}", style="dim"),
-        bars.TimeElapsedColumn(),
-        bars.TextColumn("{task.fields[left]}", style="dim"),
-    )
-    with bars.Progress(
-        *columns, console=console, transient=True, expand=True
-    ) as display:
-        task = display.add_task(name, total=None, count="", left="")
-        estimate = _estimator()
-
-        def progress(done: int, total: int | None, message: str) -> None:
-            left = estimate(done, total)
-            count = f"{done}/{total}" if total else ""
-            display.update(task, description=plain(message), count=count, left=left)
-            display.update(task, completed=done, total=total)
-
-        yield progress
-
-
-@contextmanager
-def _lines(console: RichConsole, name: str) -> Iterator[Progress]:
-    """Report progress as lines for a log, at most one every ten seconds."""
-    last = perf_counter()
-    estimate = _estimator()
-
-    def progress(done: int, total: int | None, message: str) -> None:
-        nonlocal last
-        left = estimate(done, total)
-        now = perf_counter()
-        if now - last < _LINE_SECONDS or done == total:
-            return
-        last = now
-        parts = [message, f"{done}/{total}" if total else "", left]
-        text = ", ".join(part for part in parts if part)
-        say(console, text if text.startswith(name) else f"{name}: {text}")
-
-    yield progress
-
-
-def _estimator() -> Callable[[int, int | None], str]:
-    """Return a function that predicts the time left from the progress so far."""
-    start, first, last = perf_counter(), -1, 0
-
-    def left(done: int, total: int | None) -> str:
-        nonlocal start, first, last
-        now = perf_counter()
-        if first < 0 or not total or done < last:  # a stage starts or resumes
-            start, first = now, done
-        last = done
-        if not total or done <= first:
-            return ""
-        rest = (now - start) * (total - done) / (done - first)
-        return f"{duration(rest)} left" if rest >= 1 else ""
-
-    return left

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.errors import SampleError, check_counts
-from ompq.progress import Progress
+from ompq.progress import ProgressLike, callback
+from ompq.progress_bar import shows_progress
 from ompq.samples import (
     attached,
     cudnn_kernels,
@@ -40,6 +41,7 @@ class _Statistics(NamedTuple):
         return torch.stack([gap.square().sum() for gap in gaps]).sum() / len(x)
 
 
+@shows_progress("distilling")
 def distilled_samples(  # noqa: PLR0913 - only the network and the shape are needed
     model: nn.Module,
     input_shape: tuple[int, ...],
@@ -50,7 +52,7 @@ def distilled_samples(  # noqa: PLR0913 - only the network and the shape are nee
     batch_size: int = 32,
     normalised: bool = True,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: ProgressLike = None,
 ) -> Tensor:
     """Return images distilled from a network's batch norms, (count, C, H, W).
 
@@ -90,7 +92,7 @@ def distilled_samples(  # noqa: PLR0913 - only the network and the shape are nee
                 schedule.step(loss.item())
                 if progress is not None:
                     text = f"distilling images: loss {loss.item():.3g}"
-                    progress(number * steps + step, total, text)
+                    callback(progress)(number * steps + step, total, text)
             finished.append(images.detach().cpu())
     return torch.cat(finished)
 

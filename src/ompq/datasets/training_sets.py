@@ -17,7 +17,8 @@ from ompq.evaluation import is_class_indices
 from ompq.models.named_models import NamedModel
 from ompq.network.observation import tensors_in
 from ompq.optional_libraries import torchvision_library
-from ompq.progress import Progress
+from ompq.progress import Progress, ProgressLike, callback
+from ompq.progress_bar import shows_progress
 from ompq.samples import Batch, evaluating, first_tensor, map_batch, run_batch
 from ompq.training.training_batches import Shard, TrainingData, dealt, mixed_seed
 
@@ -27,12 +28,13 @@ _SMALL = 64  # images up to this side are shifted; larger ones cropped and resiz
 _PADDING = 4  # pixels on each side, as usual for CIFAR-10
 
 
+@shows_progress("reading images")
 def training_data(
     data: Data,
     *,
     device: torch.device | str = "cpu",
     augment: bool = True,
-    progress: Progress | None = None,
+    progress: ProgressLike = None,
 ) -> TrainingData:
     """Return labelled data for training; small images are held in memory.
 
@@ -48,7 +50,7 @@ def training_data(
     device = torch.device(device)
     large = max(data.model.input_shape[1:], default=0) > _SMALL
     if data.images is None or not large:
-        return _held(data, device, augment=augment, progress=progress)
+        return _held(data, device, augment=augment, progress=callback(progress))
     return ImageSet(
         data.images,
         # Workers need the preprocessing, but not the network itself.
@@ -114,7 +116,7 @@ class HeldSet:
 
 
 def _held(
-    data: Data, device: torch.device, *, augment: bool, progress: Progress | None
+    data: Data, device: torch.device, *, augment: bool, progress: Progress
 ) -> HeldSet:
     """Read all inputs into the device's memory."""
     inputs: Batch | None = None
@@ -126,7 +128,7 @@ def _held(
         for place, one in zip(tensors_in(inputs), tensors_in(value), strict=True):
             place[len(found)] = one
         found.append(target)
-        if progress is not None and len(found) % 100 == 0:
+        if len(found) % 100 == 0:
             progress(len(found), len(data), "reading images")
     if inputs is None:
         raise DataError(f"{data.name}: none of its {len(data)} inputs can be read")

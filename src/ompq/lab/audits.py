@@ -25,7 +25,8 @@ from ompq.network.observation import copy_network
 from ompq.network.units import Choice, by_bits
 from ompq.planning import plan as make_plan
 from ompq.plans import Plan
-from ompq.progress import Progress, no_progress
+from ompq.progress import Progress, ProgressLike, callback
+from ompq.progress_bar import shows_progress
 from ompq.samples import Batch, Samples, SamplesLike
 from ompq.scores.catalogue import score_name
 from ompq.scores.orthogonality import measure_orm
@@ -207,6 +208,7 @@ class Audit:
         return tuple(found)
 
 
+@shows_progress("auditing")
 def audit(  # noqa: PLR0913 - the last five are optional
     model: nn.Module,
     samples: SamplesLike,
@@ -218,7 +220,7 @@ def audit(  # noqa: PLR0913 - the last five are optional
     batches: Sequence[tuple[Batch, Any]] = (),
     checkpoint: str | Path | None = None,
     cache: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: ProgressLike = None,
 ) -> Audit:
     """Measure how well scores choose bits for a network at one budget.
 
@@ -243,7 +245,7 @@ def audit(  # noqa: PLR0913 - the last five are optional
             the choices.
     """
     calibration = Samples.of(samples)
-    report = progress or no_progress
+    report = callback(progress)
     make = partial(make_plan, model, calibration.first(64), budget, cache=cache)
     # Units are tied as the settings ask, and not as the granularity of a score.
     neutral = make(replace(config.plan, score="smallest_first"))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -13,7 +13,7 @@ from ompq.layers import QuantizedLayer
 from ompq.network.folding import output_module, scaled_channels
 from ompq.network.observation import visit_outputs
 from ompq.network.units import Unit
-from ompq.samples import Samples, evaluating, model_device, run_batch
+from ompq.samples import Report, Samples, evaluating, model_device, run_batch
 from ompq.working_memory import working_bytes
 
 # Each function runs the layers on one batch.
@@ -62,7 +62,10 @@ def output_moments(modules: Mapping[str, nn.Module], runs: Runs) -> dict[str, Mo
 
 @torch.no_grad()
 def restore_moments(
-    layers: Mapping[str, QuantizedLayer], moments: Mapping[str, Moments], runs: Runs
+    layers: Mapping[str, QuantizedLayer],
+    moments: Mapping[str, Moments],
+    runs: Runs,
+    report: Report = lambda _done, _total: None,
 ) -> None:
     """Change scales and biases so that outputs have the given moments.
 
@@ -71,9 +74,11 @@ def restore_moments(
     pass over the samples that the moments were read from is enough: each layer is
     corrected as the pass reaches it, so that later layers read corrected inputs.
     """
+    done = count(1)
 
     def correct(name: str, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         layer = layers[name]
+        report(next(done), len(layers))
         found = channel_moments(layer, _first_rows(outputs, moments[name]))
         if found.mean.shape != moments[name].mean.shape:
             return outputs

@@ -18,7 +18,8 @@ from ompq.network.units import LayerGraph
 from ompq.offload import to_host
 from ompq.outputs import Outputs
 from ompq.plans import Plan, read_bits
-from ompq.progress import Progress, no_progress
+from ompq.progress import Progress, ProgressLike, callback
+from ompq.progress_bar import shows_progress
 from ompq.quantization.activation_sites import ActivationSite, find_sites
 from ompq.quantization.assembly import assemble
 from ompq.quantization.calibration import READING, read_ranges, weigh_ranges
@@ -35,7 +36,10 @@ from ompq.quantization.weight_grids import ROUNDING, find_weight_grids, weight_g
 from ompq.samples import Samples, SamplesLike, evaluating, fitting_batch, usual_settings
 from ompq.working_memory import release
 
+BIASES = "bias correction"
 
+
+@shows_progress("quantizing", by_message=True)
 @usual_settings()
 def quantize(
     model: nn.Module,
@@ -43,7 +47,7 @@ def quantize(
     samples: SamplesLike,
     config: QuantizeConfig = QuantizeConfig(),
     *,
-    progress: Progress | None = None,
+    progress: ProgressLike = None,
 ) -> nn.Module:
     """Return a quantized copy of a network, ready to use.
 
@@ -56,13 +60,13 @@ def quantize(
             bits, in which later patterns override: ``{"*": 4, "fc": (8, 8)}``.
         samples: Unlabelled inputs for calibration, 32 to 1,024.
         progress: Called with the number and name of each stage as it begins, and with
-            the same name after each of its batches or units.
+            the same name after each of its batches or units; True shows a bar.
 
     Raises:
         PlanError: The plan was made for another network.
         QuantizationError: The allocation lacks units.
     """
-    report = progress or no_progress
+    report = callback(progress)
     report(0, 4, "observing the network")
     samples, (plan, config) = Samples.of(samples), _at_target(plan, config)
     model = with_layers(float_network(model), samples)
@@ -105,9 +109,9 @@ def quantize(
         equalized=factors,
         output=str(outputs),
     )
-    report(3, 4, "bias correction")
+    report(3, 4, BIASES)
     if config.restore_moments:
-        _restore_moments(quantized, model, graph, samples, config.batch_size)
+        _restore_moments(quantized, model, graph, samples, config.batch_size, report)
     keep_rates(with_quantization(quantized, record))
     report(4, 4, "done")
     return to_host(quantized).train(model.training)
@@ -119,6 +123,7 @@ def _restore_moments(
     graph: LayerGraph,
     samples: Samples,
     batch_size: int,
+    report: Progress,
 ) -> None:
     """Give the channels of a quantized network the moments that they have in float."""
     release()  # what matrices of inputs took
@@ -126,7 +131,10 @@ def _restore_moments(
     units = [unit for unit in graph.units if unit.name in layers]
     moments = float_moments(model, units, samples, batch_size)
     with evaluating(quantized):
-        restore_moments(layers, moments, batch_runs(quantized, samples, batch_size))
+        runs = batch_runs(quantized, samples, batch_size)
+        restore_moments(
+            layers, moments, runs, lambda done, total: report(done, total, BIASES)
+        )
 
 
 def _at_target(plan: Any, config: QuantizeConfig) -> tuple[Any, QuantizeConfig]:

@@ -20,7 +20,8 @@ from ompq.network.graph import trace
 from ompq.network.observation import copy_network, tensors_in
 from ompq.offload import offloading, staying
 from ompq.parallel import copy_main, process_count, rank
-from ompq.progress import Progress
+from ompq.progress import Progress, ProgressLike, callback
+from ompq.progress_bar import shows_progress
 from ompq.quantization.equalization import equalize_channels
 from ompq.quantization.moments import Moments, float_moments
 from ompq.quantization.record import (
@@ -47,6 +48,7 @@ from ompq.samples import (
 logger = logging.getLogger(__name__)
 
 
+@shows_progress("reconstructing")
 @usual_settings()
 def reconstruct(
     quantized: nn.Module,
@@ -55,7 +57,7 @@ def reconstruct(
     config: ReconstructConfig = ReconstructConfig(),
     *,
     checkpoint: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: ProgressLike = None,
 ) -> nn.Module:
     """Return a quantized network whose blocks closely match the float blocks.
 
@@ -70,7 +72,8 @@ def reconstruct(
         samples: Unlabelled inputs, 32 to 1,024.
         checkpoint: File that is written after each block. If it already exists, the
             run resumes from it and gives the same result.
-        progress: Called after each block and at intervals within it.
+        progress: Called after each block and at intervals within it; True shows a
+            bar.
 
     Raises:
         QuantizationError: ``quantized`` is not quantized, or was not made from
@@ -81,7 +84,7 @@ def reconstruct(
     record, samples = quantization_of(quantized), Samples.of(samples)
     _check_network(record, model, samples)
     model = equalize_channels(with_layers(model, samples), record.equalized)
-    result = copy_network(quantized).eval()
+    result, told = copy_network(quantized).eval(), callback(progress)
     groups = merge_blocks(
         model, _learnable(result, record, config), samples, config.merge
     )
@@ -117,13 +120,12 @@ def reconstruct(
                     moments=phase.moments.get(group, {}),
                 )
                 block, seed = _join(result, group), config.seed + 7919 * number
-                report = _block_progress(progress, len(done), total, name)
+                report = _block_progress(told, len(done), total, name)
                 with staying(block):
                     learned = phase.learn(block, cache, phase.config, seed, report)
                 done[name] = _block_error(name, *learned)
                 store.write([*map(asdict, done.values())], result.state_dict())
-    if progress:
-        progress(total * phase.iterations, total * phase.iterations, "reconstructed")
+    told(total * phase.iterations, total * phase.iterations, "reconstructed")
     errors = tuple(error for name, error in done.items() if name != _TUNING)
     record = replace(record, errors=errors, tuned=done.get(_TUNING))
     keep_rates(with_quantization(result, record))
@@ -228,12 +230,8 @@ def _moments(
     return result
 
 
-def _block_progress(
-    progress: Progress | None, number: int, total: int, name: str
-) -> Progress | None:
+def _block_progress(progress: Progress, number: int, total: int, name: str) -> Progress:
     """Return a callback that reports one block's steps as part of the whole run."""
-    if progress is None:
-        return None
 
     def report(done: int, block_total: int | None, message: str) -> None:
         steps = block_total or 1

@@ -17,7 +17,8 @@ from ompq.bit_widths import FLOAT_BITS
 from ompq.files import library_version, write_text
 from ompq.network.units import Skipped
 from ompq.plans import Plan, check_plan
-from ompq.progress import Progress
+from ompq.progress import Progress, ProgressLike, callback
+from ompq.progress_bar import shows_progress
 from ompq.report.charts import (
     accuracy_chart,
     bar_column,
@@ -59,6 +60,7 @@ _COST_NAMES = {
 _Kind = TypeVar("_Kind")
 
 
+@shows_progress("writing the report")
 def write_report(
     path: str | Path,
     plan: Plan,
@@ -66,7 +68,7 @@ def write_report(
     results: Sequence[Section] = (),
     title: str | None = None,
     others: Mapping[str, Plan] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressLike = None,
 ) -> Path:
     """Write a plan and its results as one HTML page that works offline.
 
@@ -76,12 +78,12 @@ def write_report(
         results: Accuracies, errors, histograms and so on, in display order.
         title: The heading, for example the network's name.
         others: Plans of the same network and choices, by name, for comparison.
-        progress: Called while the explorer's budgets are solved.
+        progress: Called while the explorer's budgets are solved; True shows a bar.
 
     Raises:
         TypeError: A result is not one of the sections.
     """
-    write_text(path, render_report(plan, results, title, others, progress))
+    write_text(path, render_report(plan, results, title, others, callback(progress)))
     return Path(path)
 
 

@@ -15,7 +15,8 @@ from ompq.errors import TrainingError, shorten
 from ompq.evaluation import targets_on
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.network.observation import copy_network
-from ompq.progress import Progress
+from ompq.progress import ProgressLike, callback
+from ompq.progress_bar import shows_progress
 from ompq.quantization.record import keep_rates, quantization_of, with_quantization
 from ompq.samples import cudnn_kernels
 from ompq.training.step import Loss
@@ -29,6 +30,7 @@ from ompq.training.training_batches import (
 from ompq.training.training_run import Run
 
 
+@shows_progress("training")
 def train(  # noqa: PLR0913
     quantized: nn.Module,
     batches: Batches,
@@ -38,7 +40,7 @@ def train(  # noqa: PLR0913
     validation: Iterable[LabelledBatch] | None = None,
     checkpoint: str | Path | None = None,
     loss: Loss | None = None,
-    progress: Progress | None = None,
+    progress: ProgressLike = None,
 ) -> nn.Module:
     """Fine-tune a quantized network on labelled images and return the result.
 
@@ -60,7 +62,8 @@ def train(  # noqa: PLR0913
         loss: Called with the network's output and the targets of a batch, which may be
             anything; returns the mean loss, a scalar. By default targets are class
             indices (N,), and the loss is the cross entropy of logits (N, classes).
-        progress: Called with the steps done, the total number of steps and a message.
+        progress: Called with the steps done, the total number of steps and a message;
+            True shows a bar.
 
     Raises:
         DataError: There are too few batches, or targets are not class indices.
@@ -90,7 +93,7 @@ def train(  # noqa: PLR0913
         "" if checkpoint is None else run.identity(quantized),
         None if checkpoint is None else Path(checkpoint),
         validation=validation,
-        progress=progress,
+        progress=None if progress is None else callback(progress),
     )
     with isolated(run), tracker.following():
         for epoch in range(run.step // run.epoch_steps, config.epochs):
