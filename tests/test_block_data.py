@@ -22,7 +22,7 @@ from ompq.reconstruction.block_layout import Layout, layout_of, output_axis
 from ompq.reconstruction.block_loop import reconstruct
 from ompq.reconstruction.rounding import learn_rounding
 from ompq.samples import Samples
-from ompq.working_memory import StoredRows
+from ompq.scratch_file import StoredRows
 
 QUICK = ReconstructConfig(rounding=RoundingConfig(iterations=30, batch_size=16))
 

@@ -15,15 +15,15 @@ from torch import nn
 import ompq
 from nets import TinyMobileNet, images, seeded
 from ompq.errors import MissingExtraError
-from ompq.report.charts import (
+from ompq.report.figures import write_figures
+from ompq.report.heat_maps import heat_map
+from ompq.report.page_charts import (
     accuracy_chart,
     bar_column,
     error_chart,
-    heat_map,
     histogram_chart,
     scatter_chart,
 )
-from ompq.report.figures import write_figures
 from ompq.score_tables import ScoreTable
 from ompq.sections import (
     Accuracy,

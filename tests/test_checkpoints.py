@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import ompq
-from ompq.checkpoints import Measurements, Store, identity
+from ompq.checkpoints import Measurements, Store
+from ompq.content_identity import identity
 from ompq.errors import CheckpointError
 
 TENSORS = {

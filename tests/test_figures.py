@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from ompq.report.figures import draw_heat, legend_above, plain_axes, styled_figure
+from ompq.report.figures import legend_above, plain_axes, styled_figure
+from ompq.report.heat_maps import draw_heat
 
 
 @pytest.mark.parametrize(("count", "matrices"), [(6, 4), (50, 4), (18, 1), (6, 3)])

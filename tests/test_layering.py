@@ -19,6 +19,7 @@ ORDER = {
     "bit_widths": "",
     "offload": "",
     "working_memory": "",
+    "scratch_file": "",
     "parallel": "",
     "untrusted_json": "",
     "files": "",
@@ -26,6 +27,7 @@ ORDER = {
     "registry": "",
     "configuration_checks": "",
     "configs": "",
+    "content_identity": "",
     "checkpoints": "",
     "progress": "",
     "progress_bar": "",
@@ -55,7 +57,7 @@ ORDER = {
     "evaluation_result": "",
     "evaluation": "",
     "measurement": "",
-    "training": "norms methods step training_batches "
+    "training": "norms rounding_rules schedule step training_batches "
     "training_run tracking training_loop",
     "integer": "arithmetic operators lowering engine links finalization",
     "packed": "structure embedded_graph summary format account packed_files",
@@ -71,7 +73,7 @@ ORDER = {
     "models": "builtin_networks weight_files named_models",
     "datasets": "distillation images named_data training_sets",
     "sections": "",
-    "report": "charts explorer figures histograms page",
+    "report": "page_charts heat_maps explorer figures histograms page",
     "workflow": "",
     "cli": "console options option_groups command_registry views loading artifacts "
     "decisions demo freed_memory run_files runs saved_plans commands main",

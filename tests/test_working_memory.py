@@ -13,7 +13,7 @@ from nets import TinyMobileNet, TinyResNet, scenes, seeded, values
 from ompq import working_memory
 from ompq.errors import HostMemoryError
 from ompq.reconstruction import block_loop
-from ompq.working_memory import Parked, ScratchFile, StoredRows, owns_memory
+from ompq.scratch_file import Parked, ScratchFile, StoredRows, owns_memory
 
 QUICK = ompq.ReconstructConfig(rounding=ompq.RoundingConfig(iterations=20))
 

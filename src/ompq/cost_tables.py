@@ -1,4 +1,4 @@
-"""Cost tables: what each choice of bits costs, unit by unit."""
+"""Cost tables, as data: one number for each unit and choice."""
 
 from dataclasses import dataclass, replace
 from decimal import Decimal

@@ -1,4 +1,4 @@
-"""What bits cost: bytes, bit-operations, milliseconds; and budgets that limit them."""
+"""What each choice of bits costs: bytes, bit-operations, milliseconds."""
 
 import json
 import zlib

@@ -1,7 +1,7 @@
-"""Files: text, JSON, tensors, and functions in the user's Python files.
+"""Files: text, JSON and tensors, written completely or not at all.
 
-A file is written completely or not at all. torch is imported only when a tensor is
-read or written, so that commands which only read JSON start quickly.
+torch is imported only when a tensor is read or written, so that commands which only
+read JSON start quickly.
 """
 
 import errno

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ompq.allocation.problem import Allocation
-from ompq.checkpoints import identity
 from ompq.configs import QuantizeConfig, ReconstructConfig, RoundingConfig
+from ompq.content_identity import identity
 from ompq.errors import SampleError
 from ompq.network.attention import with_layers
 from ompq.outputs import Outputs

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from ompq.allocation.allocator import allocate
 from ompq.allocation.problem import Allocation
 from ompq.amounts import digits
-from ompq.checkpoints import Measurements, Store, identity
+from ompq.checkpoints import Measurements, Store
 from ompq.configs import QuantizeConfig, RefineConfig
+from ompq.content_identity import identity
 from ompq.measurement import Meter, split
 from ompq.network.graph import trace
 from ompq.plans import Measurement, Plan, check_plan

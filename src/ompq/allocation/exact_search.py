@@ -1,9 +1,6 @@
-"""Solve an allocation program: exactly, or by the paper's methods.
+"""The exact search: the allocation of least damage, with a proof.
 
-All of them start from the linear relaxation, in which a unit may mix its choices. The
-paper rounds it, or searches its floors and ceilings.
-
-The exact search has its own proof of optimality. For any prices ``p >= 0``, weak
+It has its own proof of optimality. For any prices ``p >= 0``, weak
 duality gives a lower bound that takes one minimum per unit:
 ``sum_u min_c (damage + p·rows)[u, c] - p·limits``. The search decides one unit after
 the other and keeps *labels*: partial allocations that no other one dominates and whose

@@ -1,4 +1,4 @@
-"""plan, budget, scores and audit: commands that choose bits, and judge the choice."""
+"""plan, budget and scores: commands that choose bits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,8 @@
-"""Samples distilled from a network's batch norms, where there are no data."""
+"""Samples distilled from a network's batch norms, where there are no data (ZeroQ).
+
+A trained batch norm stores the mean and variance of its inputs; noise is optimised
+until it produces the stored statistics at every batch norm.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

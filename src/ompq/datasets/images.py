@@ -1,9 +1,4 @@
-"""Images: found, decoded and resized, augmented, or distilled from a network.
-
-Distilled images allow quantization without data (ZeroQ). A trained batch norm stores
-the mean and variance of its inputs; noise is optimised until it produces the stored
-statistics at every batch norm.
-"""
+"""Images: found in folders, decoded, resized and augmented."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Integer networks: the steps of a quantized network, their engine, and finalizing.
+"""Lowering: a quantized network becomes a list of steps in integers.
 
 :func:`lower` observes one forward pass. Quantized layers and activation quantizers
 become steps as a whole. Elsewhere, every torch function that reads a quantized tensor

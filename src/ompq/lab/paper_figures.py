@@ -15,13 +15,13 @@ from ompq.lab.published_bits import published_bits
 from ompq.planning import free_choices
 from ompq.report.figures import (
     draw_bars,
-    draw_heat,
     legend_above,
     logarithmic,
     plain_axes,
     save_figure,
     styled_figure,
 )
+from ompq.report.heat_maps import draw_heat
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -38,15 +38,8 @@ from ompq.samples import (
     model_device,
     run_batch,
 )
-from ompq.working_memory import (
-    Parked,
-    Rows,
-    ScratchFile,
-    StoredRows,
-    owns_memory,
-    release,
-    working_bytes,
-)
+from ompq.scratch_file import Parked, Rows, ScratchFile, StoredRows, owns_memory
+from ompq.working_memory import release, working_bytes
 
 
 @dataclass(frozen=True)

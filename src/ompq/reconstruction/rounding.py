@@ -40,7 +40,7 @@ from ompq.reconstruction.block_data import BlockCache
 from ompq.reconstruction.block_fisher import ChannelFisher
 from ompq.reconstruction.descent import Descent, Picked, kept_if_better, optimising
 from ompq.samples import attached, evaluating, model_device
-from ompq.working_memory import Rows
+from ompq.scratch_file import Rows
 
 _LARGEST_RATE = 0.005  # grid steps per iteration; more overshoots in short runs
 # Longer runs lower the learning rates of scales and biases, so that these end no

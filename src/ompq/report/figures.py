@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import ceil, sqrt
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ompq.bit_widths import FLOAT_BITS
 from ompq.errors import MissingExtraError
 from ompq.files import replacing
 from ompq.plans import Plan, check_plan
+from ompq.report.heat_maps import draw_heat
 from ompq.sections import Accuracy, Section
 
 if TYPE_CHECKING:
@@ -100,43 +100,6 @@ def save_figure(
             figure.savefig(temporary, format=ending[1:], metadata=_UNDATED[ending])
         written.append(target)
     return written
-
-
-def draw_heat(
-    figure: "Figure",
-    matrices: Sequence[NDArray[np.float64]],
-    labels: Sequence[str],
-    titles: Sequence[str] = ("",),
-) -> None:
-    """Draw ORM matrices of the same functions on a common colour scale."""
-    across = ceil(sqrt(len(matrices)))
-    down = ceil(len(matrices) / across)
-    small = len(labels) > _NAMED
-    size = max(2.0, min(8.0, (0.08 if small else 0.11) * len(labels)))
-    figure.set_size_inches(size * across + 2.0, size * down + 1.0)
-    figure.set_layout_engine("compressed")  # panels are square, their margins equal
-    panels = figure.subplots(down, across, squeeze=False)
-    # The diagonal is always 1 and must not stretch the scale.
-    others = [m[~np.eye(len(m), dtype=bool)] for m in matrices]
-    low = min((float(m.min()) for m in others if m.size), default=0.0)
-    high = max((float(m.max()) for m in others if m.size), default=1.0)
-    low, high = (low, high) if high > low else (0.0, 1.0)
-    places, fontsize = range(len(labels)), 4 if small else 6
-    for axes in panels.flat[len(matrices) :]:
-        axes.set_axis_off()
-    for at, (matrix, title) in enumerate(zip(matrices, titles, strict=True)):
-        axes = panels.flat[at]
-        image = axes.imshow(matrix, cmap="Blues", vmin=low, vmax=high)
-        axes.spines[:].set_visible(False)
-        axes.set_title(title, fontsize=9)
-        # Only the outer panels are named: rows on the left, columns at the bottom.
-        below = labels if at + across >= len(matrices) else []
-        beside = labels if at % across == 0 else []
-        axes.set_xticks(places if below else [], below, fontsize=fontsize, rotation=90)
-        axes.set_yticks(places if beside else [], beside, fontsize=fontsize)
-        axes.tick_params(length=0)
-    bar = figure.colorbar(image, ax=panels.ravel().tolist(), label="ORM", shrink=0.8)
-    bar.outline.set_visible(False)
 
 
 def _draw_bits(figure: "Figure", plan: Plan) -> None:

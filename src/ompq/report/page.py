@@ -19,16 +19,16 @@ from ompq.network.units import Skipped
 from ompq.plans import Plan, check_plan
 from ompq.progress import Progress, ProgressLike, callback
 from ompq.progress_bar import shows_progress
-from ompq.report.charts import (
+from ompq.report.explorer import STEPS, explorer_data, limits, solution
+from ompq.report.heat_maps import heat_map
+from ompq.report.page_charts import (
     accuracy_chart,
     bar_column,
     error_chart,
-    heat_map,
     histogram_chart,
     refinement_chart,
     scatter_chart,
 )
-from ompq.report.explorer import STEPS, explorer_data, limits, solution
 from ompq.sections import (
     Accuracy,
     AgreementSection,

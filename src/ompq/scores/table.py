@@ -11,7 +11,8 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, overload
 import numpy as np
 from torch import nn
 
-from ompq.checkpoints import Store, identity
+from ompq.checkpoints import Store
+from ompq.content_identity import identity
 from ompq.errors import CheckpointError, ScoreError, shorten
 from ompq.files import library_version
 from ompq.network.attention import with_layers

@@ -1,4 +1,4 @@
-"""The settings of training, and one step: what is trained, its loss and gradients."""
+"""One training step: what is trained, its loss and its gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from ompq.samples import (
     map_batch,
     to_device,
 )
-from ompq.training.methods import WeightRule
+from ompq.training.rounding_rules import WeightRule
 
 # A scale must stay positive: it may shrink to this fraction of its initial value. One
 # that would fall further is no longer useful for its tensor anyway.

@@ -1,6 +1,5 @@
 """The state of a training run: what a checkpoint holds and resumes."""
 
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
@@ -10,15 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ompq.checkpoints import identity
 from ompq.configs import TrainConfig
+from ompq.content_identity import identity
 from ompq.errors import DataError
 from ompq.evaluation import targets_on
 from ompq.layers import quantized_layers
 from ompq.network.observation import copy_network
 from ompq.optional_libraries import optional_library
 from ompq.samples import batch_length, call, evaluating, first_tensor, model_device
-from ompq.training.methods import ActivationRanges, make_rule
 from ompq.training.norms import (
     Variances,
     fold_norms,
@@ -26,6 +24,8 @@ from ompq.training.norms import (
     norm_factor,
     restore_float_weights,
 )
+from ompq.training.rounding_rules import ActivationRanges, make_rule
+from ompq.training.schedule import learning_rate
 from ompq.training.step import (
     CodePenalty,
     Gradients,
@@ -157,12 +157,8 @@ class Run:
         self.step += 1
 
     def rate(self) -> float:
-        """Return the next step's learning rate: linear warm-up, then cosine decay."""
-        done, warmup = self.step, self.config.warmup
-        if done < warmup:
-            return self.config.learning_rate * (done + 1) / warmup
-        share = (done - warmup) / max(1, self.steps - warmup)
-        return self.config.learning_rate * 0.5 * (1 + math.cos(math.pi * share))
+        """Return the next step's learning rate."""
+        return learning_rate(self.config, self.step, self.steps)
 
     def counts(self) -> Tensor:
         """Return the epoch's sums so far: loss, correct, images; (processes, 3)."""

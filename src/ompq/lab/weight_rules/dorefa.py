@@ -7,7 +7,7 @@ from ompq.bit_widths import LARGEST_HALF_BITS
 from ompq.grids import round_through
 from ompq.layers import QuantizedLayer, quantized_layers
 from ompq.network.folding import scaled_channels
-from ompq.training.methods import WeightRule
+from ompq.training.rounding_rules import WeightRule
 
 SMALLEST_SCALE = 1e-12  # keeps scales above zero; far below any that occurs
 

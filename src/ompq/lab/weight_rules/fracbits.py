@@ -20,7 +20,7 @@ from ompq.lab.weight_rules.dorefa import (
 from ompq.layers import QuantizedLayer, quantized_layers
 from ompq.network.folding import scaled_channels
 from ompq.quantization.record import quantization_of
-from ompq.training.methods import WeightRule
+from ompq.training.rounding_rules import WeightRule
 
 _BISECTIONS = 40  # of a shift between -8 and 8: beyond float32 precision
 _WHOLE_AFTER = 0.8  # share of the epochs after which widths become whole

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from ompq.layers import QuantizedLayer, StoredValues, quantized_layers
 from ompq.network.folding import channel_axis, scaled_channels
-from ompq.training.methods import WeightRule, rows_by_channel
+from ompq.training.rounding_rules import WeightRule, rows_by_channel
 
 _MOMENTUM = 0.9  # momentum of LQ-Nets' basis, as published
 _FIRST_FITS = 10  # fits before training; LQ-Nets does not publish their number

@@ -14,7 +14,7 @@ from ompq.layers import (
     quantized_layers,
 )
 from ompq.network.folding import channel_axis
-from ompq.training.methods import ActivationRanges, WeightRule
+from ompq.training.rounding_rules import ActivationRanges, WeightRule
 from ompq.weight_ranges import subsample
 
 _SMALLEST = 1e-8  # smallest range of a channel

@@ -1,13 +1,9 @@
-"""Geometry of the page's charts, and figures for papers as PNG, SVG and PDF.
+"""Charts on the page: where their points, bars and axes lie.
 
 Positions on the page are in per cent; the template draws them.
 """
 
-import base64
-import struct
-import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import log10
 from typing import Any
 
@@ -18,33 +14,6 @@ from scipy.stats import rankdata
 from ompq.amounts import decades, digits, in_bytes, percent, ticks
 from ompq.plans import Plan, refinement_summary
 from ompq.sections import Accuracy, AuditedRanks, BlockErrorSection, Histogram
-
-# From light to dark; in dark mode the style sheet inverts the picture.
-_HEAT_AT = (0.0, 0.45, 1.0)
-_HEAT = np.array([(247, 249, 251), (140, 180, 214), (16, 52, 99)])  # (stops, RGB)
-
-_HEAT_NAMES = 60  # labels beside the matrix; of more rows, every second or third
-_HEAT_LIMIT = 400  # rows; a larger matrix is averaged to keep the page small
-
-
-@dataclass(frozen=True)
-class Heat:
-    """A symmetric matrix as a picture and as numbers."""
-
-    labels: tuple[str, ...]  # of rows and columns
-    low: float  # the value of the lightest colour; the darkest is 1
-    image: str  # data URI of a PNG with one pixel per entry
-    values: str  # upper triangle with diagonal in 1/65535, big-endian, base64
-    pooled: int  # number of functions averaged into one row
-
-    @property
-    def marks(self) -> list[tuple[float, str]]:
-        """Some of the labels and their positions in per cent of the height."""
-        count = len(self.labels)
-        step = max(1, -(-count // _HEAT_NAMES))
-        return [
-            (100 * (n + 0.5) / count, self.labels[n]) for n in range(0, count, step)
-        ]
 
 
 def accuracy_chart(rows: Sequence[Accuracy]) -> dict[str, Any]:
@@ -161,52 +130,7 @@ def refinement_chart(plan: Plan) -> dict[str, Any]:
     }
 
 
-def heat_map(matrix: NDArray[np.float64], labels: Sequence[str]) -> Heat:
-    """Return a picture of a symmetric matrix of values from 0 to 1, (L, L)."""
-    pooled = -(-len(labels) // _HEAT_LIMIT)
-    if pooled > 1:
-        starts = np.arange(0, len(labels), pooled)
-        sizes = np.diff([*starts, len(labels)])
-        sums = np.add.reduceat(np.add.reduceat(matrix, starts, 0), starts, 1)
-        matrix = sums / np.outer(sizes, sizes)
-        labels = [
-            f"{labels[a]} … {labels[a + n - 1]}"
-            for a, n in zip(starts.tolist(), sizes.tolist(), strict=True)
-        ]
-    matrix = np.clip(matrix, 0.0, 1.0)
-    low = float(np.floor(10 * matrix.min()) / 10) if len(labels) > 1 else 0.0
-    low = min(low, 0.9)
-    upper = matrix[np.triu_indices(len(labels))]
-    codes = np.round(65535 * upper).astype(">u2").tobytes()
-    levels = np.round(255 * (matrix - low) / (1 - low)).astype(np.uint8)
-    picture, values = (base64.b64encode(x).decode() for x in (_png(levels), codes))
-    image = f"data:image/png;base64,{picture}"
-    return Heat(tuple(labels), low, image, values, pooled)
-
-
 def bar_column(values: NDArray[np.float64]) -> Any:
     """Return the widths of bars in per cent for values of any sign, (L,)."""
     sizes = values - min(0.0, float(values.min()))
     return (100 * sizes / max(float(sizes.max()), 1e-300)).tolist()
-
-
-def _png(levels: NDArray[np.uint8]) -> bytes:
-    """Return a PNG with our palette and one pixel per level, (height, width)."""
-    at = np.linspace(0, 1, 256)
-    palette = np.stack([np.interp(at, _HEAT_AT, colour) for colour in _HEAT.T], 1)
-    height, width = levels.shape
-    rows = np.pad(levels, ((0, 0), (1, 0))).tobytes()  # 0: stored as it is
-    chunks = {
-        b"IHDR": struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0),  # a palette
-        b"PLTE": palette.round().astype(np.uint8).tobytes(),
-        b"IDAT": zlib.compress(rows, 9),
-        b"IEND": b"",
-    }
-    parts = (
-        struct.pack(">I", len(data))
-        + kind
-        + data
-        + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in chunks.items()
-    )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)

@@ -1,4 +1,4 @@
-"""How weights and activations are rounded in training, and norms that are kept.
+"""How weights and activations are rounded in training.
 
 A :class:`WeightRule` replaces rounding to the stored grids. The core has HAWQ-V3's, by
 which the OMPQ paper trains: it follows the largest weights and running ranges of
