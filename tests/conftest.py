@@ -22,17 +22,10 @@ exporter.get_torchlib_ops = cache(
 # Files that take longest run first: at the end, one of them would keep one process busy
 # while the others wait.
 LONGEST = (
-    *(
-        "onnx_files",
-        "parallel",
-        "traced_graph",
-        "runs_training",
-        "docs",
-        "demo",
-        "offload",
-    ),
-    *("artifacts", "attention", "block_loop", "packed_files", "reproduction", "rates"),
-    *("catalogue", "runs", "pipeline", "decisions", "zoo"),
+    *("onnx_files", "parallel", "traced_graph", "network_commands_training", "docs"),
+    *("demo", "offload", "file_commands", "attention", "block_loop", "packed_files"),
+    *("reproduction", "rates", "catalogue", "network_commands", "pipeline"),
+    *("plan_commands", "zoo"),
 )
 
 

@@ -20,8 +20,7 @@ from ompq.lab.audits import (
 from ompq.network.units import Choice, LayerGraph, Unit
 from ompq.planning import plan
 from ompq.plans import Plan
-from ompq.score_tables import ScoreTable
-from ompq.sections import (
+from ompq.report_sections import (
     Accuracy,
     AgreementSection,
     AuditedBits,
@@ -33,6 +32,7 @@ from ompq.sections import (
     StageTime,
     Versions,
 )
+from ompq.score_tables import ScoreTable
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 CLOSING = "</script><script>alert(2)</script>"

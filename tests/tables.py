@@ -12,7 +12,7 @@ from ompq.allocation.problem import Problem, Program
 from ompq.cost_tables import Cost
 from ompq.network.units import Choice
 from ompq.samples import Samples
-from ompq.scores.table import ScoreInputs
+from ompq.scores.computation import ScoreInputs
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

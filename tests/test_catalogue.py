@@ -17,6 +17,7 @@ from ompq.network.units import Choice
 from ompq.outputs import drawn_classes
 from ompq.score_tables import ScoreTable
 from ompq.scores import sensitivity, weight_noise
+from ompq.scores.baselines import Random
 from ompq.scores.catalogue import SCORES, score_name, score_table
 from ompq.scores.orthogonality import (
     Orm,
@@ -28,7 +29,6 @@ from ompq.scores.orthogonality import (
 )
 from ompq.scores.output_divergence import OutputDivergence
 from ompq.scores.sensitivity import Sensitivity
-from ompq.scores.table import Random
 from ompq.scores.weight_noise import WeightNoise, noise_ratios, quickly_rounded
 from ompq.weight_ranges import row_stacks, search_weight
 from tables import score_inputs

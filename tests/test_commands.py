@@ -32,7 +32,7 @@ def test_help_names_every_command_and_imports_none_of_them():
     assert result.returncode == 0
     imported = result.stderr.split()
     assert "ompq.cli.main" in imported
-    assert not {"torch", "numpy", "scipy", "ompq.cli.decisions"} & set(imported)
+    assert not {"torch", "numpy", "scipy", "ompq.cli.plan_commands"} & set(imported)
     for name, entry in COMMANDS.items():
         assert re.search(rf"{name} +{re.escape(entry.summary[:40])}", result.stdout)
 

@@ -24,7 +24,7 @@ from ompq.cli.console import (
     plain,
     render,
 )
-from ompq.cli.decisions import budget_rows
+from ompq.cli.plan_commands import budget_rows
 from ompq.cli.views import as_budget, operation_budgets, reasons, size_budgets
 from ompq.cost_tables import Cost
 from ompq.network.units import Choice, Skipped

@@ -25,7 +25,7 @@ from ompq.cli.demo import (
 )
 from ompq.errors import ExportError
 from ompq.models.builtin_networks import DemoNetwork, demo_data
-from ompq.sections import sections_from_json
+from ompq.report_sections import sections_from_json
 from ompq.workflow import Workflow
 
 SAMPLES = scenes(32)

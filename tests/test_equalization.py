@@ -24,7 +24,7 @@ from ompq.quantization.equalization import (
 )
 from ompq.quantization.record import quantization_of
 from ompq.samples import Samples, attached
-from ompq.training.norms import fold_norms, keep_norms
+from ompq.training.batch_norms import fold_norms, keep_norms
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

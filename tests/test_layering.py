@@ -31,7 +31,7 @@ ORDER = {
     "checkpoints": "",
     "progress": "",
     "progress_bar": "",
-    "tabular": "",
+    "notebook_tables": "",
     "user_functions": "",
     "samples": "",
     "network": "observation attention passive units dataflow blocks folding graph",
@@ -45,7 +45,7 @@ ORDER = {
     "budgets": "",
     "costs": "",
     "score_tables": "",
-    "scores": "table weight_noise output_divergence orthogonality "
+    "scores": "computation baselines weight_noise output_divergence orthogonality "
     "sensitivity catalogue",
     "allocation": "problem relaxation exact_search infeasibility allocator explanation",
     "plans": "",
@@ -57,7 +57,7 @@ ORDER = {
     "evaluation_result": "",
     "evaluation": "",
     "measurement": "",
-    "training": "norms rounding_rules schedule step training_batches "
+    "training": "batch_norms rounding_rules schedule step training_batches "
     "training_run tracking training_loop",
     "integer": "arithmetic operators lowering engine links finalization",
     "packed": "structure embedded_graph summary format account packed_files",
@@ -72,11 +72,12 @@ ORDER = {
     "smallest_network": "",
     "models": "builtin_networks weight_files named_models",
     "datasets": "distillation images named_data training_sets",
-    "sections": "",
+    "report_sections": "",
     "report": "page_charts heat_maps explorer figures histograms page",
     "workflow": "",
-    "cli": "console options option_groups command_registry views loading artifacts "
-    "decisions demo freed_memory run_files runs saved_plans commands main",
+    "cli": "console options option_groups command_registry views loading file_commands "
+    "plan_commands demo freed_memory run_files network_commands saved_plan_commands "
+    "commands main",
     "__main__": "",
     "lab": "weight_rules.dorefa weight_rules.fracbits weight_rules.lq_nets "
     "weight_rules.outliers more_scores.blend more_scores.block_loss "
@@ -190,7 +191,7 @@ def test_imports_by_string_and_in_functions_are_seen(tmp_path):
     file.write_text(
         "import ompq.errors\n"
         "def work():\n"
-        "    from ompq.scores import table\n"
+        "    from ompq.scores import computation\n"
         "    import_module('ompq.plans')\n"
         "code = '''\nfrom ompq.runtimes.benchmark import runner\n'''\n"
     )
@@ -198,5 +199,5 @@ def test_imports_by_string_and_in_functions_are_seen(tmp_path):
         "errors",
         "plans",
         "runtimes.benchmark",
-        "scores.table",
+        "scores.computation",
     ]

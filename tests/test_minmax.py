@@ -14,7 +14,7 @@ from ompq.errors import TrainingError
 from ompq.grids import Grid
 from ompq.layers import ActivationQuantizer, activation_quantizers, quantized_layers
 from ompq.quantization.record import quantization_of
-from ompq.training.norms import fold_norms, keep_norms, restore_float_weights
+from ompq.training.batch_norms import fold_norms, keep_norms, restore_float_weights
 from ompq.training.rounding_rules import ActivationRanges, WeightRanges
 from quantized import quantized
 from training_script import QUICK, equal, hawq, state

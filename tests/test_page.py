@@ -16,8 +16,8 @@ from ompq.network.units import Choice, Skipped
 from ompq.plans import Measurement, Plan
 from ompq.report.explorer import explorer_data, solution
 from ompq.report.page import render_report, without_folders, write_report
+from ompq.report_sections import Accuracy, AgreementSection, Remark, Versions
 from ompq.score_tables import ScoreTable
-from ompq.sections import Accuracy, AgreementSection, Remark, Versions
 from reports import CLOSING, HOSTILE, big_plan, every_section, hostile_plan, toy_plan
 
 

@@ -9,7 +9,7 @@ import torch
 import ompq
 from nets import Chain, images, seeded
 from ompq.errors import MissingExtraError
-from ompq.tabular import data_frame
+from ompq.notebook_tables import data_frame
 
 MODEL = seeded(Chain())
 PLAN = ompq.plan(MODEL, images(), "4bits", ompq.PlanConfig(score="weight_noise"))

@@ -14,7 +14,7 @@ from ompq.errors import PlanError
 from ompq.integer.finalization import INTEGERS
 from ompq.plans import read_bits, unit_rows
 from ompq.progress import Stages
-from ompq.sections import sections_from_json
+from ompq.report_sections import sections_from_json
 from ompq.workflow import Workflow, whole_folder
 
 MODEL, SAMPLES = seeded(TinyMobileNet()), scenes(32)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ompq.tabular import data_frame, html_table
+from ompq.notebook_tables import data_frame, html_table
 
 _Z95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
 

@@ -34,8 +34,8 @@ from ompq.progress_bar import shows_progress
 from ompq.samples import Samples, SamplesLike, batch_values, usual_settings
 from ompq.score_tables import ScoreTable
 from ompq.scores.catalogue import score_name, score_table, with_orm_settings
+from ompq.scores.computation import Score, ScoreInputs
 from ompq.scores.orthogonality import function_units
-from ompq.scores.table import Score, ScoreInputs
 from ompq.targets import Target, load_target
 
 _LOG = logging.getLogger(__name__)

@@ -44,10 +44,10 @@ from ompq.network.units import (
     Skipped,
     live_tensors_from_json,
 )
+from ompq.notebook_tables import data_frame, html_table
 from ompq.progress import Progress
 from ompq.registry import Names
 from ompq.score_tables import ScoreTable
-from ompq.tabular import data_frame, html_table
 from ompq.targets import Target
 from ompq.untrusted_json import (
     json_list,

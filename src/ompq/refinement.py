@@ -37,7 +37,7 @@ from ompq.progress import ProgressLike, callback
 from ompq.progress_bar import shows_progress
 from ompq.samples import Samples, SamplesLike
 from ompq.scores.catalogue import score_name, score_table
-from ompq.scores.table import ScoreInputs
+from ompq.scores.computation import ScoreInputs
 from ompq.untrusted_json import json_list, json_number
 
 Floats = NDArray[np.float64]

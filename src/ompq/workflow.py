@@ -57,10 +57,7 @@ from ompq.reconstruction.block_loop import reconstruct
 from ompq.refinement import refine
 from ompq.report.histograms import layer_histograms
 from ompq.report.page import write_report
-from ompq.runtimes.gguf.gguf_files import write_gguf
-from ompq.runtimes.onnx.onnx_files import export_onnx
-from ompq.samples import Samples, SamplesLike
-from ompq.sections import (
+from ompq.report_sections import (
     Accuracy,
     AgreementSection,
     BlockErrorSection as BlockSection,
@@ -73,6 +70,9 @@ from ompq.sections import (
     sections_from_json,
     sections_to_json,
 )
+from ompq.runtimes.gguf.gguf_files import write_gguf
+from ompq.runtimes.onnx.onnx_files import export_onnx
+from ompq.samples import Samples, SamplesLike
 from ompq.smallest_network import Smallest, find_smallest
 from ompq.untrusted_json import json_object, read_json
 

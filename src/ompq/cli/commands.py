@@ -81,7 +81,7 @@ def budget(
     layers' shapes alone, so no weights and no data are needed.
     """
     with starting():
-        from ompq.cli.decisions import run_budget
+        from ompq.cli.plan_commands import run_budget
 
     return run_budget(network, planning, console, data, onnx)
 
@@ -113,7 +113,7 @@ def plan(
     Run ompq budget first to see what can be met.
     """
     with starting():
-        from ompq.cli.decisions import run_plan
+        from ompq.cli.plan_commands import run_plan
 
     return run_plan(sources, planning, caching, console, budget, file, samples)
 
@@ -131,7 +131,7 @@ def scores() -> View:
     used from Python: a score's argument batches=[(images, labels)].
     """
     with starting():
-        from ompq.cli.decisions import run_scores
+        from ompq.cli.plan_commands import run_scores
 
     return run_scores()
 
@@ -152,7 +152,7 @@ def replan(
     Choices, pins and score stay as they were when the plan was made.
     """
     with starting():
-        from ompq.cli.saved_plans import run_replan
+        from ompq.cli.saved_plan_commands import run_replan
 
     return run_replan(file, console, budget, target)
 
@@ -187,7 +187,7 @@ def quantize(
     After Ctrl-C, add --resume to the same command to continue.
     """
     with starting():
-        from ompq.cli.runs import run_quantize
+        from ompq.cli.network_commands import run_quantize
 
     return run_quantize(sources, run, goals, planning, caching, console)
 
@@ -217,7 +217,7 @@ def train(
     or accelerate launch to use several GPUs or machines.
     """
     with starting():
-        from ompq.cli.runs import run_train
+        from ompq.cli.network_commands import run_train
 
     return run_train(sources, run, training, planning, caching, console)
 
@@ -243,7 +243,7 @@ def evaluate(
     evaluated on test.
     """
     with starting():
-        from ompq.cli.runs import run_evaluate
+        from ompq.cli.network_commands import run_evaluate
 
     return run_evaluate(sources, options, console)
 
@@ -293,7 +293,7 @@ def export(
     Other tools find the bits of each layer in plan.json, under "allocation".
     """
     with starting():
-        from ompq.cli.artifacts import run_export
+        from ompq.cli.file_commands import run_export
 
     return run_export(source, options, console)
 
@@ -314,7 +314,7 @@ def unpack(
     packed file is small: in the ONNX file and in memory, a coded weight takes a byte.
     """
     with starting():
-        from ompq.cli.saved_plans import run_unpack
+        from ompq.cli.saved_plan_commands import run_unpack
 
     return run_unpack(file, target)
 
@@ -337,7 +337,7 @@ def explain(
     swap with another layer that came closest to being better.
     """
     with starting():
-        from ompq.cli.saved_plans import run_explain
+        from ompq.cli.saved_plan_commands import run_explain
 
     return run_explain(file, unit)
 
@@ -359,7 +359,7 @@ def pareto(
     Every row is solved from the saved plan, and its size can be used as a budget.
     """
     with starting():
-        from ompq.cli.saved_plans import run_pareto
+        from ompq.cli.saved_plan_commands import run_pareto
 
     return run_pareto(file, console, points, cost)
 
@@ -385,7 +385,7 @@ def compare(
     is shown by every plan's score, since scores may disagree on which plan is better.
     """
     with starting():
-        from ompq.cli.saved_plans import run_compare
+        from ompq.cli.saved_plan_commands import run_compare
 
     return run_compare(sources, console, page)
 
@@ -413,7 +413,7 @@ def report(
     A slider on the page shows what other budgets would give.
     """
     with starting():
-        from ompq.cli.saved_plans import run_report
+        from ompq.cli.saved_plan_commands import run_report
 
     return run_report(file, console, page, figures, results, title)
 
@@ -435,7 +435,7 @@ def inspect(
     error.
     """
     with starting():
-        from ompq.cli.artifacts import run_inspect
+        from ompq.cli.file_commands import run_inspect
 
     return run_inspect(file)
 
@@ -462,6 +462,6 @@ def bench(
     only on an idle machine. OpenVINO is timed, too, if it is installed.
     """
     with starting():
-        from ompq.cli.artifacts import run_bench
+        from ompq.cli.file_commands import run_bench
 
     return run_bench(source, options, console)

@@ -26,10 +26,10 @@ from ompq.packed.account import Account, inspect_file
 from ompq.packed.packed_files import load, save
 from ompq.plans import Plan, unit_rows
 from ompq.progress import Bar, Stages, silent
+from ompq.report_sections import Accuracy, AgreementSection, Remark, Section
 from ompq.runtimes.export_result import ExportResult
 from ompq.runtimes.onnx.onnx_files import export_onnx
 from ompq.samples import evaluating
-from ompq.sections import Accuracy, AgreementSection, Remark, Section
 from ompq.workflow import Outcome, Workflow, whole_folder, write_result
 
 # Test set → batches of images (N, C, H, W) and targets (N,).

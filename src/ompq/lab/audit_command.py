@@ -25,8 +25,8 @@ from ompq.lab.audits import Audit, Measured, audit as measure_scores
 from ompq.lab.research_options import AuditOptions
 from ompq.plans import Plan, read_bits
 from ompq.report.page import write_report
+from ompq.report_sections import AuditedBits, AuditedRanks, Section
 from ompq.scores.catalogue import SCORES
-from ompq.sections import AuditedBits, AuditedRanks, Section
 from ompq.workflow import Workflow, whole_folder, write_result
 
 

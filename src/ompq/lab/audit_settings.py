@@ -9,7 +9,7 @@ from ompq.configs import PlanConfig
 
 if TYPE_CHECKING:
     from ompq.evaluation import Metric
-    from ompq.scores.table import Score
+    from ompq.scores.computation import Score
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,12 +27,12 @@ from ompq.planning import plan as make_plan
 from ompq.plans import Plan
 from ompq.progress import Progress, ProgressLike, callback
 from ompq.progress_bar import shows_progress
+from ompq.report_sections import AuditedRanks
 from ompq.samples import Batch, Samples, SamplesLike
+from ompq.scores.baselines import Random
 from ompq.scores.catalogue import score_name
 from ompq.scores.orthogonality import measure_orm
-from ompq.scores.table import Random
 from ompq.scores.weight_noise import rounded_weights
-from ompq.sections import AuditedRanks
 from ompq.untrusted_json import json_list, json_object
 
 Floats = NDArray[np.float64]

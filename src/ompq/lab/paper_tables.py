@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ompq.bit_widths import FLOAT_BITS
 from ompq.configs import ENDS, OrmSettings
 from ompq.lab.more_scores.loss_gradients import Hessian
-from ompq.scores.table import Random
+from ompq.scores.baselines import Random
 from ompq.workflow import ANYTHING
 
 HALFWAY = "halfway"  # HAWQ-V3's medium limit on bit-operations, as the paper quotes it

@@ -62,8 +62,8 @@ from ompq.plans import Plan
 from ompq.progress import Stages
 from ompq.quantization.record import network_totals, quantization_of
 from ompq.samples import Samples, model_device
+from ompq.scores.computation import Score
 from ompq.scores.orthogonality import measure_orm
-from ompq.scores.table import Score
 from ompq.training.training_loop import train
 from ompq.untrusted_json import json_object, read_json
 from ompq.weight_ranges import search_weight

@@ -21,11 +21,11 @@ from ompq.errors import QuantizationError
 from ompq.layers import QuantizedLayer, StoredValues, quantized_layers
 from ompq.network.graph import RECORD, bias_key
 from ompq.network.units import Choice, LayerGraph, Skipped, Unit, by_bits
+from ompq.notebook_tables import data_frame, html_table
 from ompq.plans import Plan
 from ompq.quantization.activation_sites import ActivationSite, Link
 from ompq.quantization.equalization import Equalized
 from ompq.score_tables import ScoreTable
-from ompq.tabular import data_frame, html_table
 
 
 @dataclass(frozen=True)

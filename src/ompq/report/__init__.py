@@ -7,6 +7,6 @@ from ompq.lazy_names import lazy_names
 if TYPE_CHECKING:
     from ompq.report.figures import write_figures as write_figures
     from ompq.report.histograms import layer_histograms as layer_histograms
-    from ompq.sections import Accuracy as Accuracy
+    from ompq.report_sections import Accuracy as Accuracy
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -13,7 +13,7 @@ from ompq.errors import MissingExtraError
 from ompq.files import replacing
 from ompq.plans import Plan, check_plan
 from ompq.report.heat_maps import draw_heat
-from ompq.sections import Accuracy, Section
+from ompq.report_sections import Accuracy, Section
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,8 +13,8 @@ from ompq.network.folding import fold_norm
 from ompq.network.observation import tensors_in
 from ompq.network.units import Unit
 from ompq.plans import Plan, check_plan
+from ompq.report_sections import Histogram
 from ompq.samples import Samples, SamplesLike, collect
-from ompq.sections import Histogram
 
 _CODED_SHOWN = 12  # coded layers whose codes are drawn
 

@@ -29,7 +29,7 @@ from ompq.report.page_charts import (
     refinement_chart,
     scatter_chart,
 )
-from ompq.sections import (
+from ompq.report_sections import (
     Accuracy,
     AgreementSection,
     AuditedBits,

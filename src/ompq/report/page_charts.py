@@ -13,7 +13,7 @@ from scipy.stats import rankdata
 
 from ompq.amounts import decades, digits, in_bytes, percent, ticks
 from ompq.plans import Plan, refinement_summary
-from ompq.sections import Accuracy, AuditedRanks, BlockErrorSection, Histogram
+from ompq.report_sections import Accuracy, AuditedRanks, BlockErrorSection, Histogram
 
 
 def accuracy_chart(rows: Sequence[Accuracy]) -> dict[str, Any]:

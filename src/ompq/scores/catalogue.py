@@ -10,17 +10,11 @@ from ompq.parallel import from_main
 from ompq.registry import Names
 from ompq.samples import lock_of
 from ompq.score_tables import ScoreTable
+from ompq.scores.baselines import Random, SmallestFirst
+from ompq.scores.computation import Score, ScoreInputs, cached_table, compute_table
 from ompq.scores.orthogonality import Orm, OrmDistortion
 from ompq.scores.output_divergence import OutputDivergence
 from ompq.scores.sensitivity import Sensitivity
-from ompq.scores.table import (
-    Random,
-    Score,
-    ScoreInputs,
-    SmallestFirst,
-    cached_table,
-    compute_table,
-)
 from ompq.scores.weight_noise import WeightNoise
 
 # Each has a `summary` in one line and says what it `needs`.

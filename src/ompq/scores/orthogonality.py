@@ -25,7 +25,7 @@ from ompq.samples import (
     to_device,
 )
 from ompq.score_tables import ScoreTable
-from ompq.scores.table import Needs, ScoreInputs
+from ompq.scores.computation import Needs, ScoreInputs
 from ompq.scores.weight_noise import noise_table
 
 _CHUNK = 1 << 22  # elements of a feature that a CPU works on at a time

@@ -15,7 +15,7 @@ from ompq.network.units import Unit
 from ompq.parallel import share_out
 from ompq.samples import Batch, batch_length, evaluating, model_device, to_device
 from ompq.score_tables import ScoreTable
-from ompq.scores.table import Needs, ScoreInputs
+from ompq.scores.computation import Needs, ScoreInputs
 from ompq.scores.weight_noise import (
     called_module,
     output_with,

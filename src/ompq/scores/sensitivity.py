@@ -35,6 +35,7 @@ from ompq.samples import (
     to_device,
 )
 from ompq.score_tables import ScoreTable
+from ompq.scores.computation import Needs, ScoreInputs
 from ompq.scores.orthogonality import (
     ORM_BATCH,
     Grams,
@@ -42,7 +43,6 @@ from ompq.scores.orthogonality import (
     measure_orm,
     sample_rows,
 )
-from ompq.scores.table import Needs, ScoreInputs
 from ompq.scores.weight_noise import (
     QuickRounding,
     noise_ratios,

@@ -20,7 +20,7 @@ from ompq.network.units import Choice, Table, Unit, by_bits
 from ompq.parallel import share_out
 from ompq.samples import Batch, arguments, collect, map_batch, model_device
 from ompq.score_tables import ScoreTable
-from ompq.scores.table import Needs, ScoreInputs
+from ompq.scores.computation import Needs, ScoreInputs
 from ompq.weight_ranges import (
     QuickGrids,
     as_weights,

@@ -24,7 +24,7 @@ from ompq.layers import (
 )
 from ompq.network.folding import channel_axis
 from ompq.registry import Names
-from ompq.training.norms import norm_factor
+from ompq.training.batch_norms import norm_factor
 
 _SMALLEST = 1e-8  # smallest range, as in HAWQ-V3's released code
 # Margin of a grid in units of the last place: a quotient that was rounded up must not

@@ -17,7 +17,7 @@ from ompq.layers import quantized_layers
 from ompq.network.observation import copy_network
 from ompq.optional_libraries import optional_library
 from ompq.samples import batch_length, call, evaluating, first_tensor, model_device
-from ompq.training.norms import (
+from ompq.training.batch_norms import (
     Variances,
     fold_norms,
     keep_norms,

@@ -8,8 +8,8 @@ import numpy as np
 
 from ompq.network.units import Choice, Table, by_bits
 from ompq.score_tables import ScoreTable
+from ompq.scores.computation import Needs, ScoreInputs
 from ompq.scores.output_divergence import OutputDivergence
-from ompq.scores.table import Needs, ScoreInputs
 from ompq.scores.weight_noise import noise_table
 
 

@@ -20,7 +20,7 @@ from ompq.parallel import share_out
 from ompq.reconstruction.block_fisher import fisher_weights
 from ompq.samples import Batch, Samples, collect
 from ompq.score_tables import ScoreTable
-from ompq.scores.table import Needs, ScoreInputs
+from ompq.scores.computation import Needs, ScoreInputs
 
 _BATCH = 64  # samples per forward pass
 

@@ -24,8 +24,8 @@ from ompq.samples import (
     to_device,
 )
 from ompq.score_tables import ScoreTable
+from ompq.scores.computation import Needs, ScoreInputs
 from ompq.scores.sensitivity import differentiating
-from ompq.scores.table import Needs, ScoreInputs
 from ompq.scores.weight_noise import (
     check_weights_only,
     output_with,

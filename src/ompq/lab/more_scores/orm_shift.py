@@ -9,8 +9,8 @@ from torch import Tensor
 from ompq.network.observation import copy_network
 from ompq.network.units import Unit
 from ompq.score_tables import ScoreTable
+from ompq.scores.computation import Needs, ScoreInputs
 from ompq.scores.orthogonality import measure_orm
-from ompq.scores.table import Needs, ScoreInputs
 from ompq.scores.weight_noise import check_weights_only, weight_table
 
 

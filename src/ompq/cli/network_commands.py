@@ -68,8 +68,8 @@ from ompq.packed.packed_files import load, save
 from ompq.parallel import main_has
 from ompq.plans import Plan, read_bits
 from ompq.quantization.record import BlockError, quantization_of
+from ompq.report_sections import Remark
 from ompq.samples import model_device
-from ompq.sections import Remark
 from ompq.smallest_network import Smallest
 from ompq.training.step import Loss
 from ompq.training.training_batches import TrainingData, as_labelled, checked_length

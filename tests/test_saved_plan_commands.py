@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from cli_tools import network_file, run, run_json
-from ompq.cli.saved_plans import pareto_view
+from ompq.cli.saved_plan_commands import pareto_view
 from ompq.evaluation_result import Evaluation
 from ompq.plans import Plan
-from ompq.sections import StageTime, sections_to_json
+from ompq.report_sections import StageTime, sections_to_json
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import ompq
 from nets import TinyMobileNet, TinyResNet, scenes, seeded
 from ompq.errors import TrainingError
 from ompq.layers import quantized_layers
-from ompq.training.norms import Variances, fold_norms, keep_norms
+from ompq.training.batch_norms import Variances, fold_norms, keep_norms
 from quantized import quantized
 from training_script import QUICK, toy
 

@@ -28,13 +28,13 @@ from ompq.models.named_models import NamedModel, load_model
 from ompq.packed.account import Account, inspect_file
 from ompq.packed.format import read_contents
 from ompq.packed.packed_files import add_onnx, load
+from ompq.report_sections import AgreementSection
 from ompq.runtimes.benchmark import Timing, inputs_of, installed_runtimes, time_files
 from ompq.runtimes.export_result import ExportResult
 from ompq.runtimes.exporter import export as write_for_runtime
 from ompq.runtimes.inspection import inspect_onnx, network_name, without_gain
 from ompq.runtimes.onnx.traced_graph import float_model
 from ompq.samples import Batch, Samples
-from ompq.sections import AgreementSection
 from ompq.untrusted_json import json_object, read_json
 from ompq.workflow import add_agreement
 

@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from cli_tools import NETWORK, network_file, run, run_json
-from ompq.cli.runs import TrainOptions
+from ompq.cli.network_commands import TrainOptions
 from ompq.evaluation import evaluate
 from ompq.models.named_models import load_model
 from ompq.packed.packed_files import load

@@ -24,8 +24,7 @@ from ompq.report.page_charts import (
     histogram_chart,
     scatter_chart,
 )
-from ompq.score_tables import ScoreTable
-from ompq.sections import (
+from ompq.report_sections import (
     Accuracy,
     AuditedRanks,
     BlockErrorSection,
@@ -33,6 +32,7 @@ from ompq.sections import (
     StageTime,
     Versions,
 )
+from ompq.score_tables import ScoreTable
 from reports import every_section, toy_plan
 
 

@@ -12,7 +12,7 @@ import ompq
 from cli_tools import network_file, run, run_json
 from nets import TinyMobileNet, images, seeded
 from ompq.amounts import in_bytes
-from ompq.cli.artifacts import bench_view
+from ompq.cli.file_commands import bench_view
 from ompq.errors import ExportError, ModelError
 from ompq.packed.account import inspect_file
 from ompq.packed.packed_files import load, save
@@ -105,7 +105,7 @@ def test_a_damaged_result_is_named(out, tmp_path, text):
 def one_runtime(monkeypatch):
     """Only ONNX Runtime: OpenVINO beside all that tests load may end the process."""
     names = ("onnxruntime",)
-    monkeypatch.setattr("ompq.cli.artifacts.installed_runtimes", lambda: names)
+    monkeypatch.setattr("ompq.cli.file_commands.installed_runtimes", lambda: names)
 
 
 @pytest.mark.usefixtures("one_runtime")
@@ -177,21 +177,21 @@ def test_a_runtime_that_fails_does_not_lose_the_others(onnx_file, monkeypatch):
             raise ExportError("openvino cannot load net.onnx: no such operator")
         return time_files(files, shape, runtime=runtime, **settings)
 
-    monkeypatch.setattr("ompq.cli.artifacts.time_files", failing)
+    monkeypatch.setattr("ompq.cli.file_commands.time_files", failing)
     both = ("openvino", "onnxruntime")
-    monkeypatch.setattr("ompq.cli.artifacts.installed_runtimes", lambda: both)
+    monkeypatch.setattr("ompq.cli.file_commands.installed_runtimes", lambda: both)
     words = ("bench", onnx_file[0], "--float", onnx_file[0], "--repeats", "1")
     data = run_json(*words)
     assert [row["name"] for row in data["rows"]] == ["float", "quantized"]
     assert "not timed: openvino cannot load net.onnx: no such" in str(data)
-    monkeypatch.setattr("ompq.cli.artifacts.installed_runtimes", lambda: both[:1])
+    monkeypatch.setattr("ompq.cli.file_commands.installed_runtimes", lambda: both[:1])
     alone = run(*words)
     assert alone.exit_code == 2
     assert "error: openvino cannot load net.onnx" in alone.stderr
 
 
 def test_files_without_a_name_need_one(out, tmp_path, monkeypatch):
-    monkeypatch.setattr("ompq.cli.artifacts.network_name", lambda _path: "")
+    monkeypatch.setattr("ompq.cli.file_commands.network_name", lambda _path: "")
     path = tmp_path / "net.onnx"
     assert run("export", out, "-o", path).exit_code == 0
     result = run("bench", path)

@@ -26,7 +26,7 @@ from ompq.network.units import Choice, select
 from ompq.packed.embedded_graph import unpack as unpack_file
 from ompq.plans import Plan
 from ompq.progress import Progress
-from ompq.sections import Accuracy, Section, sections_from_json
+from ompq.report_sections import Accuracy, Section, sections_from_json
 from ompq.untrusted_json import read_json
 
 # Cost → the column that its curve is sorted by.

@@ -1,4 +1,4 @@
-from ompq.tabular import html_table
+from ompq.notebook_tables import html_table
 
 
 def test_values_are_escaped_and_long_tables_are_cut():

@@ -5,7 +5,7 @@ import pytest
 
 from ompq.lab.audit_command import audit_sections
 from ompq.report.page import render_report
-from ompq.sections import (
+from ompq.report_sections import (
     Accuracy,
     BlockErrorSection,
     Histogram,
