@@ -365,9 +365,9 @@ def test_budgets_of_memory_that_cannot_be_read_or_known():
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([[1, 2, 3]], "five entries"),
+        ([[1, 2, 3]], r"activations\[0\] must be a list of length 5, not a list of 3"),
         ([[8, 5, 4, [], 0]], "in order of the calls"),
-        ([[8, 0, 4, [7], 0]], "readers must be a whole number from 0 to 1"),
+        ([[8, 0, 4, [7], 0]], r"activations\[0\]\[3\]\[0\] must be a whole"),
     ],
 )
 def test_damaged_activations_are_refused(rows, words):

@@ -20,8 +20,8 @@ RUNTIME = ROOT / "packages" / "runtime"
 # Only what the wheel depends on may be imported, and what that imports in turn.
 SITE = """
 import sys
-ALLOWED = {"numpy", "constriction", "safetensors", "onnx", "google", "ml_dtypes",
-           "typing_extensions", "ompq"}
+ALLOWED = {"numpy", "constriction", "msgspec", "safetensors", "onnx", "google",
+           "ml_dtypes", "typing_extensions", "ompq"}
 class Others:
     def find_spec(self, name, *_):
         root = name.partition(".")[0]
@@ -89,7 +89,7 @@ def test_the_wheel_holds_modules_of_ompq_of_the_same_version(wheel):
     whole = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert own["version"] == whole["version"]
     needed = {one.partition(">")[0] for one in own["dependencies"]}
-    assert needed == {"numpy", "constriction", "safetensors", "onnx"}
+    assert needed == {"numpy", "constriction", "msgspec", "safetensors", "onnx"}
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             if ".dist-info/" not in name:

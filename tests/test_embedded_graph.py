@@ -153,7 +153,7 @@ BROKEN = {
     "short": (lambda text: text.replace('"codes",0', '"codes",999'), "is too short"),
     "stretch": (lambda text: text.replace('"scale",1', '"scale",0'), "stretched by 0"),
     "input": (lambda text: text.replace('"bias",1,', '"bias",1,-'), "input of scale -"),
-    "bits": (lambda text: text.replace("],0,8,1,", "],0,9,1,"), "bits must be"),
+    "bits": (lambda text: text.replace("],0,8,1,", "],0,9,1,"), "of at most 8, not 9"),
 }
 
 

@@ -233,8 +233,8 @@ def test_measurements_are_saved_and_serve_another_budget(network, refined, tmp_p
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"columns": [0]}, "columns must have 7 entries"),
-        ({"columns": [0] * 6 + [99]}, "columns must be a whole number from 0 to 5"),
+        ({"columns": [0]}, "columns must be 7 numbers below 6"),
+        ({"columns": [0] * 6 + [99]}, "columns must be 7 numbers below 6"),
         ({"divergence": "small"}, "divergence must be a finite number"),
         ({"error": "small"}, "error must be a finite number"),
         ({"judge": None}, "judge must be text"),
@@ -397,7 +397,7 @@ def test_a_stopped_search_continues_with_the_same_result(
     kept = json.loads((tmp_path / "measured.json").read_text())
     kept["kept"] = {"rounding 1": {"top1": 1}}
     (tmp_path / "measured.json").write_text(json.dumps(kept))
-    with pytest.raises(CheckpointError, match="an evaluation is invalid"):
+    with pytest.raises(CheckpointError, match="rounding 1 lacks top5"):
         ompq.find_smallest(large_plan, MODEL, SAMPLES, goal, LEARNED, folder=tmp_path)
 
 

@@ -33,7 +33,7 @@ def test_kinds_of_sections_keep_their_names_in_files():
         ({"name": "x"}, "section=None is unknown"),
         (
             {"section": "StageTime", "name": "x"},
-            "an invalid StageTime section: .*seconds",
+            "StageTime lacks seconds",
         ),
     ],
 )

@@ -159,8 +159,8 @@ def test_a_unit_without_a_choice_is_named():
             8,
             "activation_bits must be a list",
         ),
-        (("operators", "default", "weight_bits"), [[8]], "weight_bits must be a list"),
-        (("operators", "default", "weight_bits"), [True], "weight_bits must be a list"),
+        (("operators", "default", "weight_bits"), [[8]], r"weight_bits\[0\] must be"),
+        (("operators", "default", "weight_bits"), [True], r"weight_bits\[0\] must be"),
         (("operators", "default", "otherwise"), 3, "otherwise must be text, not 3"),
         (
             ("operators", "default", "per_channel"),

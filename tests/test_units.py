@@ -30,12 +30,12 @@ def test_choice_reads_as_people_write_it():
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ([], "LayerGraph must be an object, not a list of 0 entries"),
-        ({}, "LayerGraph lacks units"),
-        ({"units": {}}, "units must be a list of .*, not an object of 0 entr"),
-        ({"units": [3]}, "Unit must be an object, not 3"),
-        ({"units": [{}]}, "Unit lacks name, kind, .* and 10 more"),
-        ({"units": [], "skipped": None}, "skipped must be a list of .*, not None"),
+        ([], "graph must be an object, not a list of 0 entries"),
+        ({}, "graph lacks units"),
+        ({"units": {}}, r"graph\.units must be a list, not an object of 0 entr"),
+        ({"units": [3]}, r"graph\.units\[0\] must be an object, not 3"),
+        ({"units": [{}]}, r"graph\.units\[0\] lacks name"),
+        ({"units": [], "skipped": None}, "graph.skipped must be a list, not None"),
         ({"units": [], "float_bytes": "9"}, "float_bytes must be a whole number"),
         ({"units": [], "float_bytes": []}, "float_bytes must be a whole number"),
     ],

@@ -7,15 +7,17 @@ content depends on. Work of another identity never reads it.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+import msgspec
 
 from ompq.content_identity import identity
 from ompq.errors import CheckpointError
 from ompq.files import read_tensors, write_tensors, write_text
 from ompq.parallel import process_count, share_out
-from ompq.untrusted_json import json_object, read_json
+from ompq.untrusted_json import convert_json, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,7 +82,7 @@ class Store:
             return
         header = {**self._header, "kept": data}
         if tensors is None:
-            text = json.dumps(header, indent=1, default=asdict)
+            text = json.dumps(header, indent=1, default=msgspec.to_builtins)
             write_text(self.path, text + "\n")
         else:
             write_tensors(self.path, header, tensors)
@@ -95,7 +97,7 @@ def _read(path: Path, kind: str) -> "tuple[dict[str, Any], Mapping[str, Tensor]]
         raise ValueError("it is a folder") from error
     if binary:
         return read_tensors(path, kind)
-    header = json_object(read_json(path), "it")
+    header = convert_json(read_json(path), dict[str, Any], "it")
     if header.get("format") != kind:
         raise ValueError(f"its format is not {kind}")
     return header, {}
@@ -104,11 +106,8 @@ def _read(path: Path, kind: str) -> "tuple[dict[str, Any], Mapping[str, Tensor]]
 class Measurements(Generic[_Result]):
     """The measurements of a run so far, by name, in a store."""
 
-    def __init__(self, store: Store, read: Callable[[Any], _Result]) -> None:
-        """Read the store.
-
-        Args:
-            read: Converts plain data to a result, or raises a ValueError.
+    def __init__(self, store: Store, kind: Any) -> None:
+        """Read the store, which keeps results of one type: a dataclass, or a list.
 
         Raises:
             CheckpointError: The file is damaged, or belongs to another run.
@@ -117,9 +116,11 @@ class Measurements(Generic[_Result]):
         if (kept := store.read()) is None:
             return
         try:
-            entries = json_object(kept.data, "its content")
-            self._results = {name: read(entry) for name, entry in entries.items()}
-        except (ValueError, TypeError) as error:
+            entries = convert_json(kept.data, dict[str, Any], "its content")
+            self._results = {
+                name: convert_json(entry, kind, name) for name, entry in entries.items()
+            }
+        except ValueError as error:
             raise CheckpointError(
                 f"{store.path} cannot be resumed: {error}. Remove it to start over"
             ) from error

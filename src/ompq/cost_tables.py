@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 
 from ompq.bit_widths import FLOAT_BITS, SUM_BITS
 from ompq.network.units import Choice, LiveTensor, Table
-from ompq.untrusted_json import json_list, json_object, json_table, json_whole
+from ompq.untrusted_json import (
+    Count,
+    convert_json,
+    number_table,
+    record_type,
+    row_type,
+    whole_number,
+)
 
 # Costs that only the network itself can tell.
 FILES = ("onnx_bytes", "graph_bytes", "gguf_bytes")
@@ -167,20 +174,18 @@ class Cost:
     @classmethod
     def from_json(cls, data: Any, shape: tuple[int, int]) -> "Cost":
         """Rebuild the cost of a file; a ValueError says what is wrong."""
-        given = json_object(data, "a file's bytes")
-        if given.get("name") not in FILES:
+        columns = row_type(whole_number(0, shape[1] - 1), ...)
+        record = record_type(
+            name=str,
+            table=number_table(*shape),
+            constant=Count,
+            shared=row_type(row_type(Count, columns), ...),
+        )
+        given = convert_json(data, record, "a file's bytes")
+        if given.name not in FILES:
             raise ValueError(f"files must be of {', '.join(FILES)}")
-        shared = []
-        for entry in json_list(given.get("shared"), "shared", 16):
-            size, columns = json_list(entry, "shared", 2)
-            places = (
-                json_whole(one, "shared", 0, shape[1] - 1)
-                for one in json_list(columns, "shared", shape[1])
-            )
-            shared.append((float(json_whole(size, "shared")), tuple(places)))
-        table = json_table(given.get("table"), "a file's bytes", shape)
-        constant = float(json_whole(given.get("constant"), "constant"))
-        return cls(given["name"], np.array(table), constant, shared=tuple(shared))
+        constant, table = float(given.constant), np.array(given.table)
+        return cls(given.name, table, constant, shared=given.shared)
 
     def paid(self, columns: NDArray[np.intp]) -> list[tuple[float, tuple[int, ...]]]:
         """Return the shared costs that an allocation pays."""

@@ -15,7 +15,7 @@ from ompq.configs import Accounting, LatencyTable
 from ompq.cost_tables import ActivationMemory, Cost
 from ompq.errors import BudgetError, check_known, shorten
 from ompq.network.units import Choice, LayerGraph, LiveTensor, Table, Unit
-from ompq.untrusted_json import json_number, json_object, read_json
+from ompq.untrusted_json import Number, convert_json, read_json
 
 
 @dataclass(frozen=True)
@@ -189,12 +189,12 @@ def load_latency(path: str | Path) -> LatencyTable:
 
 def latency_table(data: Any) -> LatencyTable:
     """Return a latency table from JSON."""
-    table = {
+    table: LatencyTable = {
         unit: {
-            choice: json_number(ms, f"{unit} {choice}")
-            for choice, ms in json_object(row, unit).items()
+            choice: convert_json(ms, Number, f"{unit} {choice}")
+            for choice, ms in convert_json(row, dict[str, Any], unit).items()
         }
-        for unit, row in json_object(data, "a latency table").items()
+        for unit, row in convert_json(data, dict[str, Any], "a latency table").items()
     }
     for unit, row in table.items():
         for choice, ms in row.items():

@@ -1,15 +1,16 @@
 """The result of an evaluation: accuracy and agreement, with error bars."""
 
-import base64
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ompq.notebook_tables import data_frame, html_table
+from ompq.untrusted_json import convert_json
 
 _Z95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
@@ -135,16 +136,13 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        packed = base64.b64encode(self.correct).decode("ascii")
-        interval = None if self.interval is None else list(self.interval)
-        return {**asdict(self), "interval": interval, "correct": packed}
+        data: dict[str, Any] = msgspec.to_builtins(self)
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Evaluation":
-        """Rebuild an evaluation from :meth:`to_json`."""
-        interval = None if data["interval"] is None else tuple(data["interval"])
-        packed = base64.b64decode(data["correct"])
-        return cls(**{**data, "interval": interval, "correct": packed})
+        """Rebuild an evaluation; a ValueError says what is wrong."""
+        return convert_json(data, cls, "evaluation")
 
 
 def wilson_interval(right: int, count: int) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from unicodedata import category
 
 from ompq.errors import FileError, OmpqError
 from ompq.parallel import is_main, wait_for_all
-from ompq.untrusted_json import parse_json
+from ompq.untrusted_json import convert_json, parse_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -286,10 +286,10 @@ def _read(
 
 def _checked_header(text: str, kinds: Sequence[str]) -> dict[str, Any]:
     try:
-        header = parse_json(text)
+        header = convert_json(parse_json(text), dict[str, Any], "header")
     except ValueError:
-        header = None
-    found = str(header.get("format")) if isinstance(header, dict) else ""
+        header = {}
+    found = str(header.get("format", ""))
     if found.partition("/")[0] != kinds[0].partition("/")[0]:
         raise ValueError(f"it is a safetensors file, but not of the kind {kinds[0]}")
     if found not in kinds:
@@ -297,7 +297,6 @@ def _checked_header(text: str, kinds: Sequence[str]) -> dict[str, Any]:
             f"its format is {found:.40}; ompq {library_version()} reads {kinds[0]}. "
             "Write it again, or install the version of ompq that wrote it"
         )
-    assert isinstance(header, dict)
     return header
 
 

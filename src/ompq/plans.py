@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Annotated, Any, get_args
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from ompq.allocation.allocator import (
@@ -23,7 +24,6 @@ from ompq.allocation.explanation import Explanation, explain
 from ompq.allocation.infeasibility import halfway
 from ompq.allocation.problem import Allocation, Problem
 from ompq.amounts import digits, in_bytes
-from ompq.bit_widths import FLOAT_BITS
 from ompq.budgets import Budget
 from ompq.configs import Accounting, LatencyTable, parse_output
 from ompq.cost_tables import Cost
@@ -50,13 +50,13 @@ from ompq.registry import Names
 from ompq.score_tables import ScoreTable
 from ompq.targets import Target
 from ompq.untrusted_json import (
-    json_list,
-    json_number,
-    json_object,
-    json_table,
-    json_text,
-    json_whole,
+    Count,
+    Number,
+    convert_json,
+    number_table,
     read_json,
+    record_type,
+    row_type,
 )
 
 FORMAT = "ompq-plan/2"
@@ -322,10 +322,9 @@ class Plan:
             )
         try:
             return _from_json(data)
-        except (KeyError, ValueError, OmpqError) as error:
-            what = f"{error} is missing" if isinstance(error, KeyError) else error
+        except (ValueError, OmpqError) as error:
             raise PlanError(
-                f"{path} is a damaged plan: {shown(str(what))}. Undo your edits or "
+                f"{path} is a damaged plan: {shown(str(error))}. Undo your edits or "
                 "plan again"
             ) from error
 
@@ -472,64 +471,69 @@ def _to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _from_json(data: Mapping[str, Any]) -> Plan:
-    graph = LayerGraph.from_json(data["graph"])
-    listed = json_list(data["choices"], "choices", 256)
-    choices = tuple(Choice.from_json(one, "choices", FLOAT_BITS) for one in listed)
-    if len({*choices}) < max(len(listed), 1):
+_MEASURED = record_type(
+    name=str, divergence=Number, judge=str, error=(Number, 0.0), columns=list[Count]
+)
+_PLAN = record_type(
+    graph=dict[str, Any],
+    choices=Annotated[list[Any], Meta(min_length=1, max_length=256)],
+    allowed=list[Any],
+    allocation=dict[str, Any],
+    gap=(Number, 0.0),
+    budget=str,
+    accounting=str,
+    method=str,
+    score=str,
+    latency=dict[str, Any] | None,
+    target=(dict[str, Any] | None, None),
+    measured=(row_type(_MEASURED, ...), ()),
+    activations=(list[Any], []),
+    files=(list[Any], []),
+    output=(str, "classes"),
+)
+
+
+def _from_json(data: Any) -> Plan:
+    given = convert_json(data, _PLAN, "plan")
+    graph = LayerGraph.from_json(given.graph)
+    choices = tuple(Choice.from_json(one, "choices") for one in given.choices)
+    if len({*choices}) < len(choices):
         raise ValueError("choices must be different pairs of bits")
     shape = (len(graph), len(choices))
-    texts = {
-        name: json_text(data[name], name)
-        for name in ("budget", "accounting", "method", "score")
-    }
-    check_known("accounting", texts["accounting"], get_args(Accounting))
-    latency = data["latency"]
+    check_known("accounting", given.accounting, get_args(Accounting))
+    allocation = Allocation.from_json(given.allocation)
+    allowed = convert_json(given.allowed, number_table(*shape), "allowed")
     loaded = Plan(
         graph=graph,
         choices=choices,
-        scores=ScoreTable.from_json(data, len(graph), len(choices)),
-        allowed=np.array(json_table(data["allowed"], "allowed", shape), dtype=bool),
-        budget=Budget.parse(texts["budget"]),
-        allocation=replace(
-            Allocation.from_json(data["allocation"]),
-            gap=json_number(data.get("gap", 0.0), "gap"),
-        ),
-        accounting=cast(Accounting, texts["accounting"]),
-        method=texts["method"],
-        score_name=texts["score"],
-        latency=None if latency is None else latency_table(latency),
-        target=Target.from_json(data["target"]) if "target" in data else None,
-        activations=live_tensors_from_json(data.get("activations", []), len(graph)),
-        files=tuple(
-            Cost.from_json(one, shape)
-            for one in json_list(data.get("files", []), "files")
-        ),
-        output=parse_output(data.get("output", "classes")),
+        scores=ScoreTable.from_json(data, *shape),
+        allowed=np.array(allowed, dtype=bool),
+        budget=Budget.parse(given.budget),
+        allocation=replace(allocation, gap=given.gap),
+        accounting=given.accounting,
+        method=given.method,
+        score_name=given.score,
+        latency=None if given.latency is None else latency_table(given.latency),
+        target=None if given.target is None else Target.from_json(given.target),
+        activations=live_tensors_from_json(given.activations, len(graph)),
+        files=tuple(Cost.from_json(one, shape) for one in given.files),
+        output=parse_output(given.output),
     )
     # The file may have been edited by hand, so check the units and their bits.
     loaded.allocation.check_units(graph.names)
     _ = loaded.columns
-    measured = _measured_from_json(loaded, data.get("measured", []))
-    return replace(loaded, measured=measured)
+    return replace(
+        loaded, measured=tuple(_measurement(loaded, m) for m in given.measured)
+    )
 
 
-def _measured_from_json(plan: Plan, data: Any) -> tuple[Measurement, ...]:
-    found = []
-    for entry in json_list(data, "measured"):
-        given = json_object(entry, "measured")
-        columns = json_list(given.get("columns"), "columns")
-        if len(columns) != len(plan.graph):
-            raise ValueError(f"columns must have {len(plan.graph)} entries")
-        last = len(plan.choices) - 1
-        numbers = np.array([json_whole(c, "columns", 0, last) for c in columns])
-        found.append(
-            Measurement(
-                json_text(given.get("name"), "name"),
-                plan.problem.unit_allocation(numbers),
-                json_number(given.get("divergence"), "divergence"),
-                json_text(given.get("judge"), "judge"),
-                json_number(given.get("error", 0.0), "error"),
-            )
+def _measurement(plan: Plan, given: Any) -> Measurement:
+    columns = np.array(given.columns)
+    if len(columns) != len(plan.graph) or columns.max() >= len(plan.choices):
+        raise ValueError(
+            f"columns must be {len(plan.graph)} numbers below {len(plan.choices)}"
         )
-    return tuple(found)
+    allocation = plan.problem.unit_allocation(columns)
+    return Measurement(
+        given.name, allocation, given.divergence, given.judge, given.error
+    )

@@ -38,7 +38,7 @@ from ompq.progress_bar import shows_progress
 from ompq.samples import Samples, SamplesLike
 from ompq.scores.catalogue import score_name, score_table
 from ompq.scores.computation import ScoreInputs
-from ompq.untrusted_json import json_list, json_number
+from ompq.untrusted_json import Number
 
 Floats = NDArray[np.float64]
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def refine(  # noqa: PLR0913 - the last three are optional
     names = tuple(map(score_name, config.scores))
     fixed = replace(config, count=1, seconds=None, patience=1, scores=())
     store = Store.of(checkpoint, "refinement", plan.hash, meter.judge, names, fixed)
-    measure = partial(_measure, meter, Measurements(store, _read))
+    measure = partial(_measure, meter, Measurements(store, list[Number]))
     chooser = _Chooser(plan, config, _tables(plan, model, calibration, config, cache))
     measured: list[Measurement] = []
     started = time.monotonic()
@@ -140,10 +140,6 @@ def _measure(
         return values
 
     return np.array(saved.get(str(bits.to_json()), new))
-
-
-def _read(entry: Any) -> list[float]:
-    return [json_number(value, "divergence") for value in json_list(entry, "measured")]
 
 
 def _standard_error(values: Floats) -> float:

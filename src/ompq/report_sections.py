@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, get_args
 
 from ompq.errors import check_known
 from ompq.evaluation_result import Evaluation
+from ompq.untrusted_json import convert_json
 
 
 @dataclass(frozen=True)
@@ -180,23 +181,16 @@ def sections_to_json(sections: Iterable[Section]) -> list[dict[str, Any]]:
     return [{"section": _kind(type(one)), **asdict(one)} for one in sections]
 
 
-def sections_from_json(data: Iterable[Mapping[str, Any]]) -> list[Section]:
+def sections_from_json(data: Any) -> list[Section]:
     """Rebuild sections from :func:`sections_to_json`.
 
     Raises:
         ValueError: An entry is not a section, or lacks a field.
     """
     sections: list[Section] = []
-    for entry in data:
-        fields = {key: _tuples(value) for key, value in entry.items()}
-        kind = fields.pop("section", None)
+    for entry in convert_json(data, list[dict[str, Any]], "sections"):
+        kind: Any = entry.get("section")
         check_known("section", kind, _KINDS)
-        try:
-            sections.append(_KINDS[kind](**fields))
-        except TypeError as error:
-            raise ValueError(f"an invalid {kind} section: {error}") from error
+        fields = {key: value for key, value in entry.items() if key != "section"}
+        sections.append(convert_json(fields, _KINDS[kind], kind))
     return sections
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value

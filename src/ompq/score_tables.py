@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ompq.network.units import Table
-from ompq.untrusted_json import json_list, json_object, json_table, json_text
+from ompq.untrusted_json import convert_json, number_table, record_type
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,17 @@ class ScoreTable:
         """Return the table as a file would restore it: with a float32 ORM."""
         if self.orm is None or len(self.orm) > _LARGEST_ORM:
             return self
-        return replace(self, orm=_unpacked_orm(_packed_orm(self.orm), len(self.orm)))
+        return replace(self, orm=_from_triangle(_triangle(self.orm), len(self.orm)))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         tables = {n: getattr(self, n) for n in ("damage", "gamma", "importance")}
+        orm = None
+        if self.orm is not None and len(self.orm) <= _LARGEST_ORM:
+            orm = {"float32": base64.b64encode(_triangle(self.orm)).decode()}
         return {
             **{n: None if t is None else t.tolist() for n, t in tables.items()},
-            "orm": _packed_orm(self.orm),
+            "orm": orm,
             "orm_labels": list(self.orm_labels),
         }
 
@@ -55,18 +58,23 @@ class ScoreTable:
     def from_json(
         cls, data: Mapping[str, Any], units: int, choices: int
     ) -> "ScoreTable":
-        """Rebuild a table; malformed data raises a KeyError or a ValueError."""
-        labels = json_list(data["orm_labels"], "orm_labels")
-        gamma, importance = (
-            None if data[n] is None else np.array(json_table(data[n], n, (units,)))
-            for n in ("gamma", "importance")
+        """Rebuild a table; a ValueError says what is wrong."""
+        column = number_table(units) | None
+        record = record_type(
+            damage=number_table(units, choices),
+            gamma=column,
+            importance=column,
+            orm=record_type(float32=bytes) | None,
+            orm_labels=tuple[str, ...],
         )
+        given = convert_json(data, record, "scores")
+        labels, orm = given.orm_labels, given.orm
         return cls(
-            damage=np.array(json_table(data["damage"], "damage", (units, choices))),
-            orm=_unpacked_orm(data["orm"], len(labels)),
-            orm_labels=tuple(json_text(label, "orm_labels") for label in labels),
-            gamma=gamma,
-            importance=importance,
+            damage=np.array(given.damage),
+            orm=None if orm is None else _from_triangle(orm.float32, len(labels)),
+            orm_labels=labels,
+            gamma=None if given.gamma is None else np.array(given.gamma),
+            importance=None if given.importance is None else np.array(given.importance),
         )
 
 
@@ -74,19 +82,13 @@ class ScoreTable:
 _LARGEST_ORM = 700
 
 
-def _packed_orm(orm: Table | None) -> Any:
-    """Return the upper triangle as base64 of little-endian float32."""
-    if orm is None or len(orm) > _LARGEST_ORM:
-        return None
-    triangle = orm[np.triu_indices(len(orm))].astype("<f4")
-    return {"float32": base64.b64encode(triangle.tobytes()).decode()}
+def _triangle(orm: Table) -> bytes:
+    """Return the upper triangle in little-endian float32."""
+    return orm[np.triu_indices(len(orm))].astype("<f4").tobytes()
 
 
-def _unpacked_orm(data: Any, count: int) -> Table | None:
-    if data is None:
-        return None
-    text = json_text(json_object(data, "orm").get("float32"), "orm")
-    numbers = np.frombuffer(base64.b64decode(text, validate=True), dtype="<f4")
+def _from_triangle(triangle: bytes, count: int) -> Table:
+    numbers = np.frombuffer(triangle, dtype="<f4")
     if len(numbers) != count * (count + 1) // 2 or not np.isfinite(numbers).all():
         raise ValueError(f"orm must be finite numbers for {count} labels")
     orm = np.zeros((count, count))

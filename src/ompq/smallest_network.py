@@ -26,7 +26,6 @@ from ompq.quantization.pipeline import quantize
 from ompq.reconstruction.block_loop import reconstruct
 from ompq.refinement import rows
 from ompq.samples import Samples, SamplesLike
-from ompq.untrusted_json import json_object
 
 _NEEDS = {
     "max_drop": "give batches with class labels or a metric of your own, or use "
@@ -182,7 +181,7 @@ class _Search:
                 self.goal.metric,
                 _content(self.held_out),
             )
-        self.known = Measurements(store, _evaluation)
+        self.known: Measurements[Evaluation] = Measurements(store, Evaluation)
 
     def run(self) -> Smallest:
         """Search among rounded networks, then among reconstructed ones."""
@@ -220,7 +219,7 @@ class _Search:
         self.progress(0, None, f"{way} to {in_bytes(size)}")
         network = self.network(plan, size, learned=learned)
         metric = self.goal.metric
-        data = self.known.get(
+        evaluation = self.known.get(
             f"{way} {size}",
             lambda: evaluate(
                 network,
@@ -228,9 +227,8 @@ class _Search:
                 reference=self.model,
                 metrics={} if metric is None else {"metric": metric},
                 progress=self.progress,
-            ).to_json(),
+            ),
         )
-        evaluation = Evaluation.from_json(data)
         trial = Trial(size, learned, meets_goal(evaluation, self.goal), evaluation)
         self.trials.append(trial)
         self.progress(0, None, str(trial))
@@ -261,11 +259,3 @@ def _content(held_out: Any) -> list[str]:
     """Return identities of the inputs with their targets, in whatever order."""
     batches = held_out.batches(64) if isinstance(held_out, Samples) else held_out
     return sorted(chain.from_iterable(map(rows, batches)))
-
-
-def _evaluation(entry: Any) -> dict[str, Any]:
-    """Check and return an entry of a checkpoint."""
-    try:
-        return Evaluation.from_json(json_object(entry, "an evaluation")).to_json()
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"an evaluation is invalid: {error}") from error

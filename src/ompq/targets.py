@@ -28,7 +28,7 @@ from ompq.bit_widths import FLOAT_BITS, WIDTHS
 from ompq.configs import QuantizeConfig
 from ompq.errors import TargetError, check_known, suggestion
 from ompq.network.units import Choice, Unit
-from ompq.untrusted_json import json_flag, json_object, json_text, read_json
+from ompq.untrusted_json import convert_json, read_json
 
 FORMAT = "ompq-target/1"
 KINDS = (
@@ -112,7 +112,7 @@ class Target:
         if not isinstance(name, str) or not name:
             raise TargetError('"name" must be a non-empty string')
         try:
-            coded = json_flag(data.get("coded", True), "coded")
+            coded = convert_json(data.get("coded", True), bool, "coded")
             read = {kind: _operator(kind, one) for kind, one in kinds.items()}
             return cls(name, read, coded, _file(data), _settings(data))
         except ValueError as error:
@@ -150,7 +150,7 @@ def _file(data: Mapping[str, Any]) -> str:
 
 
 def _settings(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    given = json_object(data.get("settings", {}), "settings")
+    given = convert_json(data.get("settings", {}), dict[str, Any], "settings")
     known = [one.name for one in fields(QuantizeConfig)]
     for name in given:
         check_known("settings", name, known)
@@ -175,29 +175,14 @@ def _operator(kind: str, data: Any) -> OperatorSupport:
             f"operator {kind}: per_channel must be true, because ompq rounds weights "
             "with one scale per channel"
         )
-    return OperatorSupport(
-        weight_bits=_widths(kind, "weight_bits", given),
-        activation_bits=_widths(kind, "activation_bits", given),
-        per_channel=True,
-        accelerated=_accelerated(kind, given["accelerated"]),
-        otherwise=json_text(given["otherwise"], f"operator {kind}: otherwise"),
-    )
-
-
-def _widths(kind: str, name: str, data: Mapping[str, Any]) -> tuple[int, ...]:
-    bits = data[name]
-    listed = isinstance(bits, list | tuple) and len(bits) > 0
-    if not listed or any(type(b) is not int or b not in _WIDTHS for b in bits):
-        raise TargetError(
-            f"operator {kind}: {name} must be a list of widths from 2 to 8, or 32"
-        )
-    return tuple(bits)
-
-
-def _accelerated(kind: str, names: Any) -> tuple[str, ...]:
-    for name in names if isinstance(names, list | tuple) else (names,):
-        if not isinstance(name, str) or not _CHOICE.fullmatch(name):
+    found = convert_json(given, OperatorSupport, f"operator {kind}")
+    for name in ("weight_bits", "activation_bits"):
+        if not {*getattr(found, name)} <= {*_WIDTHS}:
             raise TargetError(
-                f"operator {kind}: accelerated must be a list such as W8A8, W4A8"
+                f"operator {kind}: {name} must be a list of widths from 2 to 8, or 32"
             )
-    return tuple(names)
+    if not all(map(_CHOICE.fullmatch, found.accelerated)):
+        raise TargetError(
+            f"operator {kind}: accelerated must be a list such as W8A8, W4A8"
+        )
+    return found

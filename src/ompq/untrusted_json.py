@@ -1,17 +1,54 @@
 """Untrusted JSON: every value is checked, and every error says where."""
 
-import json
-import math
-from dataclasses import MISSING, fields, is_dataclass
+import re
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, TypeVar, overload
+
+import msgspec
+from msgspec import Meta
 
 from ompq.errors import shorten
 
 _LARGEST_FILE = 1 << 28  # bytes
 _MOST_VALUES = 1 << 23
-_MAX_DIGITS = 19  # a signed 64-bit integer has no more
-_Record = TypeVar("_Record")  # a dataclass
+_LARGEST = 2**63 - 1  # the largest whole number that a file may hold
+_Value = TypeVar("_Value")
+
+# What fields of records that files hold may be, beside text, booleans and their tuples.
+Count = Annotated[int, Meta(ge=0, le=_LARGEST)]
+Index = Annotated[int, Meta(ge=-1, le=_LARGEST)]  # -1 stands for none
+Number = Annotated[float, Meta(ge=-1e300, le=1e300)]
+
+
+def whole_number(low: int, high: int) -> Any:
+    """Return the type of whole numbers within limits."""
+    return Annotated[int, Meta(ge=low, le=high)]
+
+
+def row_type(*kinds: Any) -> Any:
+    """Return the type of lists of such entries; an ellipsis repeats the one before."""
+    return tuple.__class_getitem__(kinds)
+
+
+def number_table(*shape: int) -> Any:
+    """Return the type of nested lists of numbers of a shape."""
+    kind: Any = Number
+    for size in reversed(shape):
+        kind = Annotated[list[kind], Meta(min_length=size, max_length=size)]
+    return kind
+
+
+def record_type(**kinds: Any) -> Any:
+    """Return the type of objects with entries of these types, and perhaps others.
+
+    A pair of a type and a default makes an entry optional.
+    """
+    fields = [
+        (name, *kind) if isinstance(kind, tuple) else (name, kind)
+        for name, kind in kinds.items()
+    ]
+    return msgspec.defstruct("Record", fields, kw_only=True)
 
 
 def read_json(path: str | Path) -> Any:
@@ -44,7 +81,7 @@ def read_limited(path: Path, most: int = _LARGEST_FILE) -> bytes:
 
 
 def parse_json(text: str, most: int = _MOST_VALUES) -> Any:
-    """Parse JSON whose numbers are finite and fit 64 bits; see :func:`read_json`.
+    """Parse JSON, of which all numbers are finite; see :func:`read_json`.
 
     Args:
         most: Largest number of values: a few bytes of text make objects of a hundred.
@@ -52,87 +89,91 @@ def parse_json(text: str, most: int = _MOST_VALUES) -> Any:
     if sum(map(text.count, ",[{")) > most:
         raise ValueError(f"it holds more than {most:,} values")
     try:
-        data = json.loads(
-            text, parse_int=_integer, parse_float=_number, parse_constant=_number
-        )
-        if "\\ud" in text.lower():  # a lone surrogate cannot be encoded
-            json.dumps(data, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise ValueError(f"it is not JSON ({error.msg} at {where})") from error
+        return msgspec.json.decode(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    except UnicodeEncodeError as error:
-        raise ValueError("it holds text that is not Unicode") from error
-    return data
+    except msgspec.DecodeError as error:
+        reason, _, place = str(error).partition(" (byte ")
+        reason = reason.removeprefix("JSON is malformed: ")
+        if place:
+            before = text.encode()[: int(place.rstrip(")"))].decode(errors="ignore")
+            line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+            reason += f" at line {line}, column {column}"
+        raise ValueError(f"it is not JSON ({reason})") from error
 
 
-def _integer(digits: str) -> int:
-    count = len(digits.lstrip("-"))
-    if count > _MAX_DIGITS:
-        raise ValueError(
-            f"it holds an integer of {count} digits (limit: {_MAX_DIGITS})"
-        )
-    return int(digits)
+@overload
+def convert_json(data: Any, kind: type[_Value], what: str) -> _Value: ...
+@overload
+def convert_json(data: Any, kind: Any, what: str) -> Any: ...
+def convert_json(data: Any, kind: Any, what: str) -> Any:
+    """Return parsed JSON as a type, after checking all of it.
+
+    Args:
+        kind: A type that msgspec can convert to: dataclasses, whose fields must all be
+            known, named tuples, lists, dictionaries, :data:`Count`, ...
+        what: Name of the data in error messages.
+
+    Raises:
+        ValueError: It is not of this type. The message says where, and what is there.
+
+    Example:
+        >>> convert_json([1, 2.5], list[Count], "sizes")
+        Traceback (most recent call last):
+        ValueError: sizes[1] must be a whole number, not 2.5
+    """
+    try:
+        found = msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(_explanation(str(error), data, what)) from error
+    _check_fields(data, found, what)
+    return found
 
 
-def _number(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"it holds the number {text:.20}, which is not finite")
-    return value
+def _check_fields(data: Any, found: Any, what: str) -> None:
+    """Raise a ValueError if a dataclass was given fields that it does not have."""
+    if isinstance(found, tuple):
+        for one, made in zip(data, found, strict=False):
+            if not is_dataclass(made):
+                break
+            _check_fields(one, made, what)
+    elif is_dataclass(found):
+        known = [field.name for field in fields(found)]
+        if unknown := [name for name in data if name not in known]:
+            kind = type(found).__name__
+            raise ValueError(f"{what}: {kind} has no field {shorten(unknown):.200}")
+        for name in data:
+            _check_fields(data[name], getattr(found, name), f"{what}.{name}")
 
 
-_LARGEST = 2**63 - 1  # the largest count a file may hold
+# Names of types in msgspec's messages and in ours.
+_WORDS = {
+    "int": "a whole number",
+    "float": "a finite number",
+    "str": "text",
+    "bytes": "base64",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
 
 
-def json_object(value: Any, what: str) -> dict[str, Any]:
-    """Return a JSON object; like its siblings, raise a ValueError for anything else."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} must be an object, not {_brief(value)}")
-    return value
-
-
-def json_list(value: Any, what: str, most: int = 2**20) -> list[Any]:
-    """Return a JSON list of at most ``most`` entries."""
-    if not isinstance(value, list) or len(value) > most:
-        raise ValueError(
-            f"{what} must be a list of at most {most:,} entries, not {_brief(value)}"
-        )
-    return value
-
-
-def json_text(value: Any, what: str) -> str:
-    """Return a JSON string."""
-    if not isinstance(value, str):
-        raise ValueError(f"{what} must be text, not {_brief(value)}")
-    return value
-
-
-def json_whole(value: Any, what: str, low: int = 0, high: int = _LARGEST) -> int:
-    """Return a whole number within limits."""
-    if type(value) is not int or not low <= value <= high:
-        raise ValueError(
-            f"{what} must be a whole number from {low} to {high}, not {_brief(value)}"
-        )
-    return value
-
-
-def json_number(value: Any, what: str) -> float:
-    """Return a finite number."""
-    if type(value) not in (int, float) or not -1e300 <= value <= 1e300:
-        raise ValueError(f"{what} must be a finite number, not {_brief(value)}")
-    return float(value)
-
-
-def json_table(value: Any, what: str, shape: tuple[int, ...]) -> list[Any]:
-    """Return nested lists of finite numbers, of a given shape."""
-    rows = json_list(value, what)
-    if len(rows) != shape[0]:
-        raise ValueError(f"{what} must have {shape[0]} entries, not {len(rows)}")
-    if len(shape) == 1:
-        return [json_number(entry, what) for entry in rows]
-    return [json_table(row, what, shape[1:]) for row in rows]
+def _explanation(message: str, data: Any, what: str) -> str:
+    """Return msgspec's message in our words, with the value that is wrong."""
+    reason, _, path = message.partition(" - at `$")
+    # The keys of dictionaries are not told.
+    path, key, _ = path.rstrip("`").partition("[...]")
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        data = data[name or int(index)]
+    where = f"an entry of {what}{path}" if key else f"{what}{path}"
+    if lacking := re.match(r"Object missing required field `(.*)`", reason):
+        return f"{where} lacks {lacking[1]}"
+    if (wrong := re.match(r"Expected `([\w |]+)`(.*?)(, got .*)?$", reason)) is None:
+        return f"{where}: {reason}"
+    kinds = " or ".join(_WORDS.get(one, one) for one in wrong[1].split(" | "))
+    limit = wrong[2].replace(">=", "at least").replace("<=", "at most")
+    limit = re.sub("^ at ", " of at ", limit)
+    return f"{where} must be {kinds}{limit}" + ("" if key else f", not {_brief(data)}")
 
 
 def _brief(value: Any) -> str:
@@ -141,38 +182,3 @@ def _brief(value: Any) -> str:
         return f"{kind} of {len(value)} entries"
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:36]}..."
-
-
-def json_flag(value: Any, what: str) -> bool:
-    """Return a JSON boolean."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{what} must be true or false, not {_brief(value)}")
-    return value
-
-
-def json_record(kind: type[_Record], value: Any) -> _Record:
-    """Return a dataclass built from a JSON object after checking keys and types.
-
-    Fields may be ``str``, ``int`` (at least -1), ``float``, ``bool``, other such
-    dataclasses, or tuples of any length of one of these.
-    """
-    name = kind.__name__
-    given = json_object(value, name)
-    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
-    missing = [n for n, f in known.items() if f.default is MISSING and n not in given]
-    unknown = [key for key in given if key not in known]
-    if missing or unknown:
-        what, names = ("lacks", missing) if missing else ("has no field", unknown)
-        raise ValueError(f"{name} {what} {shorten(names):.200}")
-    return kind(**{n: _check(one, n, known[n].type) for n, one in given.items()})
-
-
-def _check(value: Any, what: str, kind: Any) -> Any:
-    if is_dataclass(kind):
-        return json_record(cast(type, kind), value)
-    if get_origin(kind) is tuple:
-        inner = get_args(kind)[0]
-        return tuple(_check(one, what, inner) for one in json_list(value, what))
-    if kind is int:
-        return json_whole(value, what, -1)
-    return {str: json_text, float: json_number, bool: json_flag}[kind](value, what)

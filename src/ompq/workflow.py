@@ -74,7 +74,7 @@ from ompq.runtimes.gguf.gguf_files import write_gguf
 from ompq.runtimes.onnx.onnx_files import export_onnx
 from ompq.samples import Samples, SamplesLike
 from ompq.smallest_network import Smallest, find_smallest
-from ompq.untrusted_json import json_object, read_json
+from ompq.untrusted_json import convert_json, read_json
 
 PLAN_SAMPLES, CALIBRATION_SAMPLES = 64, 1024  # as in the paper and in BRECQ
 ANYTHING = "32bits"  # a budget that every allocation meets
@@ -483,7 +483,7 @@ def add_agreement(folder: Path, agreement: AgreementSection) -> bool:
     result, report = folder / RESULT, folder / REPORT
     if not (result.exists() and report.exists() and (folder / PLAN).exists()):
         return False
-    data = json_object(read_json(result), "a result")
+    data = convert_json(read_json(result), dict[str, Any], "a result")
     kept = [
         one
         for one in sections_from_json(data["sections"])

@@ -18,7 +18,7 @@ from ompq.cost_tables import Cost
 from ompq.errors import PlanError, ScoreError, shorten, suggestion
 from ompq.files import write_text
 from ompq.network.units import Choice, by_bits
-from ompq.untrusted_json import json_object, read_json
+from ompq.untrusted_json import convert_json, read_json
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -137,12 +137,12 @@ class Allocation(Mapping[str, Choice]):
             PlanError: The data is not an allocation.
         """
         try:
-            entries = json_object(data, "an allocation")
+            entries = convert_json(data, dict[str, Any], "an allocation")
             if not entries:
                 raise ValueError("it must map unit names to bits")
             bits = {}
             for name, entry in entries.items():
-                given = json_object(entry, f"the bits of {name}")
+                given = convert_json(entry, dict[str, Any], f"the bits of {name}")
                 if {*given, "rate"} != {*Choice._fields}:
                     raise ValueError(
                         f"the bits of {name} must be exactly weight and activation, "

@@ -35,7 +35,7 @@ from ompq.runtimes.exporter import export as write_for_runtime
 from ompq.runtimes.inspection import inspect_onnx, network_name, without_gain
 from ompq.runtimes.onnx.traced_graph import float_model
 from ompq.samples import Batch, Samples
-from ompq.untrusted_json import json_object, read_json
+from ompq.untrusted_json import convert_json, read_json
 from ompq.workflow import add_agreement
 
 
@@ -127,7 +127,7 @@ def _of_run(source: Path, what: str) -> str | None:
     if not result.is_file():
         return None
     try:
-        found = json_object(read_json(result), "a result").get(what)
+        found = convert_json(read_json(result), dict[str, Any], "a result").get(what)
     except ValueError as error:
         raise DataError(f"{result} is damaged: {error}. Give --data") from error
     return None if found is None else str(found)

@@ -27,7 +27,7 @@ from ompq.packed.embedded_graph import unpack as unpack_file
 from ompq.plans import Plan
 from ompq.progress import Progress
 from ompq.report_sections import Accuracy, Section, sections_from_json
-from ompq.untrusted_json import read_json
+from ompq.untrusted_json import convert_json, read_json, record_type
 
 # Cost → the column that its curve is sorted by.
 _COSTS = {
@@ -173,14 +173,16 @@ class Entry:
             raise PlanError(f"{source} has no {PLAN}; give a folder of ompq quantize")
         plan, result = Plan.load(source / PLAN), source / RESULT
         try:
-            data = read_json(result)["evaluation"] if result.exists() else None
-            evaluation = None if data is None else Evaluation.from_json(data)
-        except (ValueError, KeyError, TypeError) as error:
+            if not result.exists():
+                return cls(str(source), plan)
+            kind = record_type(evaluation=Evaluation | None)
+            given = convert_json(read_json(result), kind, "it")
+        except ValueError as error:
             raise PlanError(
-                f"{result} cannot be read as a result: {error!r}. Run ompq quantize "
+                f"{result} cannot be read as a result: {error}. Run ompq quantize "
                 "again, or remove the file"
             ) from error
-        return cls(str(source), plan, evaluation)
+        return cls(str(source), plan, given.evaluation)
 
     def damage_by(self, judge: "Entry") -> float | None:
         """Return the damage of these bits by another's score; None if it lacks them."""
@@ -342,11 +344,9 @@ def run_report(
 def read_sections(path: Path) -> list[Section]:
     """Read the sections that a report shows besides the plan."""
     try:
-        data = read_json(path)
-        if not isinstance(data, dict) or "sections" not in data:
-            raise ValueError("it has no sections")
-        return sections_from_json(data["sections"])
-    except (ValueError, TypeError, AttributeError) as error:
+        given = convert_json(read_json(path), record_type(sections=list), "it")
+        return sections_from_json(given.sections)
+    except ValueError as error:
         raise PlanError(
             f"{path} is not a result: {error}. Give a result.json of ompq quantize"
         ) from error

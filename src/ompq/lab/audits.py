@@ -33,7 +33,6 @@ from ompq.scores.baselines import Random
 from ompq.scores.catalogue import score_name
 from ompq.scores.orthogonality import measure_orm
 from ompq.scores.weight_noise import rounded_weights
-from ompq.untrusted_json import json_list, json_object
 
 Floats = NDArray[np.float64]
 FORMAT = "ompq-audit/1"
@@ -275,7 +274,9 @@ def audit(  # noqa: PLR0913 - the last five are optional
     targets = [targets for _, targets in batches]
     about = neutral.graph.to_json(), dict(sorted(listed.items())), meter.judge
     also = config.orm_samples, dict(config.metrics), targets
-    saved = Measurements(Store.of(checkpoint, "audit", *about, *also), _read)
+    saved: Measurements[Measured] = Measurements(
+        Store.of(checkpoint, "audit", *about, *also), Measured
+    )
 
     def measure(name: str) -> Measured:
         bits = candidates[name]
@@ -392,13 +393,6 @@ def _orthogonality(
             network.get_parameter(unit.parameter).copy_(rounded)
     orm = measure_orm(plan.graph, network, meter.samples.first(count))
     return float(np.mean(orm.matrix))
-
-
-def _read(entry: Any) -> Measured:
-    data = json_object(entry, "measured")
-    choices = json_list(data.get("bits"), "bits")
-    bits = tuple(tuple(json_list(choice, "bits")) for choice in choices)
-    return Measured(**{**data, "bits": bits})
 
 
 def _summary(

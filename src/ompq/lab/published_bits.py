@@ -14,7 +14,7 @@ from types import MappingProxyType
 from ompq.allocation.problem import Allocation
 from ompq.errors import PlanError, shorten, suggestion
 from ompq.network.units import Choice
-from ompq.untrusted_json import json_object, read_json
+from ompq.untrusted_json import read_json
 
 _FILE = Path(__file__).with_name("data") / "published_bits.json"
 
@@ -32,7 +32,7 @@ class PublishedBits:
 @cache
 def published_lists() -> Mapping[str, PublishedBits]:
     """Return all lists by name."""
-    data = json_object(read_json(_FILE), str(_FILE))
+    data = read_json(_FILE)
     found = {}
     for name, entry in data["lists"].items():
         units = data["layers"][entry["network"]]

@@ -65,7 +65,7 @@ from ompq.samples import Samples, model_device
 from ompq.scores.computation import Score
 from ompq.scores.orthogonality import measure_orm
 from ompq.training.training_loop import train
-from ompq.untrusted_json import json_object, read_json
+from ompq.untrusted_json import convert_json, read_json
 from ompq.weight_ranges import search_weight
 from ompq.workflow import (
     ANYTHING,
@@ -183,7 +183,7 @@ def _read_result(path: Path, identity: str, about: Mapping[str, Any]) -> Any:
     """Return the saved result of a row; None if there is none for its settings."""
     if not path.exists():
         return None
-    data = json_object(read_json(path), str(path))
+    data = convert_json(read_json(path), dict[str, Any], str(path))
     differing = [name for name, value in about.items() if data.get(name) != value]
     if differing:
         raise CheckpointError(

@@ -6,16 +6,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
-from ompq.bit_widths import CODED_BITS, GROUP_SIZES
+from ompq.bit_widths import CODED_BITS, FLOAT_BITS, GROUP_SIZES
 from ompq.errors import PatternError, shorten, suggestion
-from ompq.untrusted_json import json_list, json_number, json_record, json_whole
+from ompq.untrusted_json import (
+    Count,
+    Index,
+    Number,
+    convert_json,
+    row_type,
+    whole_number,
+)
 
 Table = NDArray[np.float64]
+Width = Annotated[int, Meta(ge=1, le=FLOAT_BITS)]
 
 _MOST_WEIGHTS = 1 << 53  # limit for a unit read from a file; exact in float64
 _MOST_AXES = 8  # limit for a weight read from a file; a Conv3d's has five
@@ -37,9 +46,9 @@ class Choice(NamedTuple):
         W4A8 C2.5A8
     """
 
-    weight: int
-    activation: int
-    rate: float = 0.0  # bits per coded weight; 0 for weights of fixed width
+    weight: Width
+    activation: Width
+    rate: Number = 0.0  # bits per coded weight; 0 for weights of fixed width
 
     def __str__(self) -> str:
         weight = f"C{self.rate:g}" if self.rate else f"W{self.weight}"
@@ -74,13 +83,9 @@ class Choice(NamedTuple):
         return [*self] if self.rate else [self.weight, self.activation]
 
     @classmethod
-    def from_json(cls, data: Any, what: str, most: int = 64) -> "Choice":
+    def from_json(cls, data: Any, what: str) -> "Choice":
         """Rebuild a choice from :meth:`to_json`; ``what`` names it in errors."""
-        numbers = json_list(data, what, 3)
-        if len(numbers) < 2:
-            raise ValueError(f"{what} must be two widths, and perhaps a rate")
-        bits = [json_whole(each, what, 1, most) for each in numbers[:2]]
-        return cls(*bits, *(json_number(rate, what) for rate in numbers[2:])).checked()
+        return convert_json(data, cls, what).checked()
 
     def checked(self) -> "Choice":
         """Return the choice itself, or raise a ValueError if it is impossible."""
@@ -140,22 +145,22 @@ class Unit:
     name: str
     kind: str
     parameter: str
-    weight_shape: tuple[int, ...]
-    out_channels: int
-    bias_parameters: int
+    weight_shape: tuple[Count, ...]
+    out_channels: Count
+    bias_parameters: Count
     norm: str
-    norm_parameters: int
+    norm_parameters: Count
     activation: str
-    macs: int
-    calls: int
+    macs: Count
+    calls: Count
     block: str
-    stage: int
+    stage: Count
     group: str
-    feature: int
-    element_size: int = 4
+    feature: Index
+    element_size: Count = 4
     shared: bool = False
-    input_bits: int = 0
-    group_size: int = 0
+    input_bits: Count = 0
+    group_size: Count = 0
 
     @property
     def replaced(self) -> bool:
@@ -196,7 +201,7 @@ class Skipped:
     name: str
     reason: str
     kind: str = ""
-    parameters: int = 0
+    parameters: Count = 0
 
     @classmethod
     def parameters_of(cls, name: str, kind: str, count: int) -> "Skipped":
@@ -225,9 +230,9 @@ class LayerGraph:
 
     units: tuple[Unit, ...]
     skipped: tuple[Skipped, ...] = ()
-    float_bytes: int = 0
-    other_tensors: int = 0
-    movable_channels: int = 0
+    float_bytes: Count = 0
+    other_tensors: Count = 0
+    movable_channels: Count = 0
 
     def __len__(self) -> int:
         return len(self.units)
@@ -331,7 +336,7 @@ class LayerGraph:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "LayerGraph":
         """Rebuild a graph from :meth:`to_json`; a ValueError says what is wrong."""
-        graph = json_record(cls, data)
+        graph = convert_json(data, cls, "graph")
         for unit in graph.units:
             axes = unit.weight_shape
             if not 1 <= len(axes) <= _MOST_AXES or min(axes) < 1:
@@ -418,17 +423,12 @@ class LiveTensor(NamedTuple):
 def live_tensors_from_json(data: Any, units: int) -> tuple[LiveTensor, ...]:
     """Rebuild live tensors; a ValueError says what is wrong."""
     found, start = [], 0
-    for entry in json_list(data, "activations"):
-        row = json_list(entry, "an activation", 5)
-        if len(row) != 5:
-            raise ValueError("an activation must have five entries")
-        values, first, last = (json_whole(one, "an activation") for one in row[:3])
-        readers = [
-            json_whole(one, "readers", 0, units - 1)
-            for one in json_list(row[3], "readers")
-        ]
+    readers_type = row_type(whole_number(0, units - 1), ...)
+    row = row_type(Count, Count, Count, readers_type, whole_number(0, 1))
+    rows = convert_json(data, row_type(row, ...), "activations")
+    for values, first, last, readers, returned in rows:
         if not start <= first <= last < 1 << 24:
             raise ValueError("activations must be in order of the calls that make them")
         start = first
-        found.append(LiveTensor(values, first, last, tuple(readers), bool(row[4])))
+        found.append(LiveTensor(values, first, last, readers, bool(returned)))
     return tuple(found)

@@ -26,7 +26,15 @@ from ompq.entropy_coding.compressed_bytes import with_squeezed
 from ompq.errors import MissingExtraError, PackedFileError
 from ompq.files import read_arrays, replacing
 from ompq.packed.structure import BROKEN, GRAPH, MOST_NAMED, PACKED_FORMAT, reason_of
-from ompq.untrusted_json import json_list, json_number, json_whole, parse_json
+from ompq.untrusted_json import (
+    Count,
+    Number,
+    convert_json,
+    parse_json,
+    record_type,
+    row_type,
+    whole_number,
+)
 
 _LARGEST = 1 << 28  # bytes; inflating a graph must not fill the memory
 _LONGEST_TEXT = 1 << 24  # bytes of JSON that describe units and constants
@@ -53,6 +61,14 @@ class Place:
 
 
 _PLACES = ("stream", "scales", "multiples", "zero_points", "biases")
+# Shape, axis, bits and whether it is coded, and the places.
+_KINDS = [
+    *(row_type(whole_number(1, _LARGEST_FILE), ...), Count),
+    *(whole_number(2, 8), whole_number(0, 1)),
+    *len(_PLACES) * [str, Count, Count],
+]
+_ROW = row_type(*_KINDS)
+_LISTED = record_type(units=list[list[Any]], made=list[list[Any]])
 
 
 @dataclass(frozen=True)
@@ -80,19 +96,13 @@ class StoredUnit:
     @classmethod
     def from_json(cls, data: Any) -> "StoredUnit":
         """Rebuild it from :meth:`to_json`."""
-        shape, axis, bits, coded, *rest = json_list(data, "a unit")
-        sizes = tuple(
-            json_whole(size, "shape", 1) for size in json_list(shape, "shape")
-        )
-        places = [
-            Place(str(rest[i]), *(json_whole(n, "place") for n in rest[i + 1 : i + 3]))
-            for i in range(0, 3 * len(_PLACES), 3)
-        ]
-        if prod(sizes) > _MOST_CODES * places[0].count:
-            raise ValueError(f"{places[0].count} bytes do not hold {sizes}")
-        axis = json_whole(axis, "axis", 0, len(sizes) - 1)
-        bits, grouped = json_whole(bits, "bits", 2, 8), len(rest) > 3 * len(_PLACES)
-        return cls(sizes, axis, bits, bool(coded), grouped, *places)
+        row, grouped = data[: len(_KINDS)], len(data) > len(_KINDS)
+        shape, axis, bits, coded, *rest = convert_json(row, _ROW, "a unit")
+        places = [Place(*rest[i : i + 3]) for i in range(0, len(rest), 3)]
+        if prod(shape) > _MOST_CODES * places[0].count:
+            raise ValueError(f"{places[0].count} bytes do not hold {shape}")
+        convert_json(axis, whole_number(0, len(shape) - 1), "axis")
+        return cls(shape, axis, bits, bool(coded), grouped, *places)
 
 
 @dataclass(frozen=True)
@@ -305,12 +315,12 @@ def _fill_in(arrays: Arrays) -> bytes:
     text, _, rest = whole.partition(b"\n")
     if len(text) > _LONGEST_TEXT:
         raise ValueError(f"{len(text)} bytes describe its units")
-    listed = parse_json(text.decode(), MOST_NAMED)
+    listed = convert_json(parse_json(text.decode(), MOST_NAMED), _LISTED, "graph")
     proto = parse_onnx(rest)
-    units = [StoredUnit.from_json(one) for one in json_list(listed["units"], "units")]
+    units = [StoredUnit.from_json(one) for one in listed.units]
     by_unit: dict[int, list[Any]] = {}
-    for index, unit, recipe, *numbers in json_list(listed["made"], "made"):
-        given = [json_number(number, recipe) for number in numbers]
+    for index, unit, recipe, *numbers in listed.made:
+        given = convert_json(numbers, list[Number], recipe)
         by_unit.setdefault(unit, []).append((index, recipe, given))
     size = len(rest)
     for unit, constants in by_unit.items():  # only one unit's codes are in memory

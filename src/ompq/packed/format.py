@@ -59,13 +59,7 @@ from ompq.quantization.activation_sites import ActivationSite, Link
 from ompq.quantization.equalization import Equalized
 from ompq.quantization.products import OPERANDS
 from ompq.quantization.record import BlockError, Quantization
-from ompq.untrusted_json import (
-    json_list,
-    json_object,
-    json_record,
-    json_text,
-    json_whole,
-)
+from ompq.untrusted_json import Count, convert_json, record_type, row_type, whole_number
 
 FORMAT = PACKED_FORMAT
 
@@ -80,6 +74,7 @@ class Encoding(IntFlag):
 
 
 _FIXED = Encoding(0)
+_FORMS = row_type(whole_number(0, 2 * max(Encoding) - 1), ...)
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,7 +306,7 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _rows(columns: Any, what: str) -> list[dict[str, Any]]:
-    lists = [json_list(one, what) for one in json_object(columns, what).values()]
+    lists = convert_json(columns, dict[str, list[Any]], what).values()
     return [dict(zip(columns, row, strict=True)) for row in zip(*lists, strict=True)]
 
 
@@ -371,6 +366,7 @@ def _with_squeezed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _contents(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Contents:
     record = _record(data)
+    convert_json(data["about"], _ABOUT, "about")
     codes = _Reader(tensors, "codes", torch.uint8)
     numbers = _Reader(tensors, "numbers", torch.float32)
     halves = _Reader(tensors, "halves", torch.float16)
@@ -378,13 +374,14 @@ def _contents(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Content
     units = _read_units(data, record, (codes, multiples, numbers, halves))
     steps, offsets = ([numbers.take(1) for _ in record.sites] for _ in range(2))
     state = {}
-    for key, name, shape in json_list(data["state"], "state"):
-        kind, count = _dtype(name), prod(json_whole(n, "size") for n in shape)
+    entries = convert_json(data["state"], list[tuple[str, str, list[Count]]], "state")
+    for key, name, shape in entries:
+        kind, count = _dtype(name), prod(shape)
         if kind == torch.float32:
             part = numbers.take(count)
         else:
             part = codes.take(count * kind.itemsize).clone().view(kind)  # aligned
-        state[json_text(key, "key")] = part.reshape(shape)
+        state[key] = part.reshape(shape)
     for reader in (codes, multiples, numbers, halves):
         reader.end()
     return Contents(
@@ -395,7 +392,7 @@ def _contents(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Content
             for scale, zero, site in zip(steps, offsets, record.sites, strict=True)
         ),
         state,
-        _about(data["about"]),
+        data["about"],
         tensors[GRAPH].numpy().tobytes() if GRAPH in tensors else b"",
         {n: len(tensors[n + SQUEEZED]) for n in SQUEEZABLE if n + SQUEEZED in tensors},
     )
@@ -435,15 +432,16 @@ def _read_units(
     codes, multiples, numbers, halves = readers
     units = quantized_units(record)
     unbiased, narrow = set(data["unbiased"]), set(data["narrow"])
-    forms = json_list(data.get("forms", [0] * len(units)), "forms")
-    lengths = iter(json_list(data.get("streams", []), "streams"))
+    forms = convert_json(data.get("forms", [0] * len(units)), _FORMS, "forms")
+    lengths = iter(convert_json(data.get("streams", []), list[Count], "streams"))
     found = []
-    for unit, number in zip(units, forms, strict=True):
-        encoding = Encoding(json_whole(number, "form", 0, 2 * max(Encoding) - 1))
+    for unit, encoding in zip(units, map(Encoding, forms), strict=True):
         bits = record.allocation[unit.name].weight
         size = stream_length(unit.weights, bits)
         if Encoding.CODED in encoding:
-            size = json_whole(next(lengths, None), "length of a stream", 0, size)
+            size = convert_json(
+                next(lengths, None), whole_number(0, size), "length of a stream"
+            )
         found.append((unit, bits, encoding, codes.take(size)))
     # The file has zero points of all units, then scales of all, then biases of all.
     shapes = [_grid_shape(unit, record.allocation[unit.name]) for unit in units]
@@ -479,8 +477,8 @@ def _grid_shape(unit: Unit, choice: Choice) -> tuple[int, ...]:
     return (channels, unit.scales(choice)) if grouped else (channels,)
 
 
-def _dtype(name: Any) -> torch.dtype:
-    found = getattr(torch, json_text(name, "type"), None)
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r:.40} is not a type of numbers")
     return found
@@ -491,58 +489,29 @@ _OPERANDS = {"", *chain.from_iterable(OPERANDS.values())}
 
 def _record(data: Mapping[str, Any]) -> Quantization:
     graph = LayerGraph.from_json(data["graph"])
-    sites = [json_record(ActivationSite, one) for one in data["sites"]]
+    sites = convert_json(data["sites"], tuple[ActivationSite, ...], "sites")
     for site in sites:
         if site.bits not in (*WIDTHS, STREAM_BITS) or not (site.after or site.before):
             raise ValueError(f"an activation of {site.bits} bits at {site.after[:3]}")
         if site.operand not in _OPERANDS or (site.operand and not site.before):
             raise ValueError(f"an operand {site.operand:.40} of {site.before[:3]}")
-    bits = zip(graph.names, json_list(data["bits"], "bits"), strict=True)
-    equalized = [_equalized(one) for one in json_list(data["equalized"], "equalized")]
+    bits = zip(graph.names, convert_json(data["bits"], list, "bits"), strict=True)
     return Quantization(
         graph=graph,
         allocation=Allocation(
             {name: Choice.from_json(pair, "bits") for name, pair in bits}
         ),
-        sites=tuple(sites),
-        skipped=tuple(json_record(Skipped, one) for one in data["skipped"]),
-        errors=tuple(json_record(BlockError, one) for one in data["errors"]),
-        links=tuple(
-            Link(*(json_text(name, "link") for name in names))
-            for names in json_list(data["links"], "links")
-        ),
-        equalized=tuple(equalized),
+        sites=sites,
+        skipped=convert_json(data["skipped"], tuple[Skipped, ...], "skipped"),
+        errors=convert_json(data["errors"], tuple[BlockError, ...], "errors"),
+        links=convert_json(data["links"], tuple[Link, ...], "links"),
+        equalized=convert_json(data["equalized"], tuple[Equalized, ...], "equalized"),
         output=parse_output(data.get("output", "classes")),
     )
 
 
-def _equalized(data: Any) -> Equalized:
-    producer, consumer, exponents, shifts, first = data
-
-    def whole(values: Any) -> tuple[int, ...]:
-        what, limit = "exponent or shift", 1 << 15
-        return tuple(json_whole(one, what, -limit, limit) for one in values)
-
-    return Equalized(
-        json_text(producer, "producer"),
-        json_text(consumer, "consumer"),
-        whole(exponents),
-        whole(shifts),
-        json_whole(first, "first channel"),
-    )
-
-
-_PLAN = ("hash", "budget", "score", "method", "accounting")
-
-
-def _about(data: Any) -> dict[str, Any]:
-    """Return what a file says about itself; entries that are shown must be texts."""
-    about = json_object(data, "about")
-    json_text(about["network"], "network")
-    for version in json_object(about["versions"], "versions").values():
-        json_text(version, "version")
-    if about["plan"] is not None:
-        plan = json_object(about["plan"], "plan")
-        for name in _PLAN:
-            json_text(plan[name], name)
-    return about
+# Entries that are shown, and must be texts.
+_PLAN = dict.fromkeys(("hash", "budget", "score", "method", "accounting"), str)
+_ABOUT = record_type(
+    network=str, versions=dict[str, str], plan=record_type(**_PLAN) | None
+)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ompq.errors import OmpqError
 from ompq.files import shown
-from ompq.untrusted_json import json_object, parse_json
+from ompq.untrusted_json import convert_json, parse_json
 
 PACKED_FORMAT = "ompq-packed/3"
 GRAPH = "graph"  # the tensor of a packed file that holds the ONNX file
@@ -27,7 +27,9 @@ def read_structure(deflated: bytes) -> dict[str, Any]:
     text = zlib.decompressobj().decompress(deflated, _LARGEST + 1)
     if len(text) > _LARGEST:
         raise ValueError(f"a structure of more than {_LARGEST:,} bytes")
-    data = json_object(parse_json(text.decode(), MOST_NAMED), "structure")
+    data = convert_json(
+        parse_json(text.decode(), MOST_NAMED), dict[str, Any], "structure"
+    )
     if any(shown(one) != one for one in _texts(data)):
         raise ValueError("a text is not printable, or too long")
     return data

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from ompq.errors import PackedFileError
 from ompq.files import read_arrays
@@ -14,7 +14,29 @@ from ompq.packed.structure import (
     read_structure,
     reason_of,
 )
-from ompq.untrusted_json import json_list, json_object, json_text, json_whole
+from ompq.untrusted_json import Count, Number, convert_json, record_type
+
+
+class _Bits(NamedTuple):
+    weight: Count
+    activation: Count
+    rate: Number = 0.0
+
+
+# What is read of a file's structure.
+_STRUCTURE = record_type(
+    about=record_type(
+        network=str,
+        versions=dict[str, str],
+        plan=record_type(budget=str) | None,
+    ),
+    graph=record_type(
+        units=record_type(
+            name=list[str], kind=list[str], weight_shape=list[tuple[Count, ...]]
+        )
+    ),
+    bits=list[_Bits],
+)
 
 
 @dataclass(frozen=True)
@@ -71,33 +93,24 @@ def summarize(path: str | Path) -> PackedSummary:
         raise PackedFileError(f"{path} is not a packed network: {error}") from error
     try:
         data = read_structure(arrays["structure"].tobytes())
-        about = json_object(data["about"], "about")
-        versions = json_object(about["versions"], "versions")
-        plan = json_object(about["plan"] or {"budget": ""}, "plan")
+        found = convert_json(data, _STRUCTURE, "structure")
+        about, units = found.about, found.graph.units
+        rows = zip(units.name, units.kind, units.weight_shape, found.bits, strict=True)
         return PackedSummary(
-            json_text(about["network"], "network"),
-            {name: json_text(one, "version") for name, one in versions.items()},
-            json_text(plan["budget"], "budget"),
+            about.network,
+            about.versions,
+            about.plan.budget if about.plan else "",
             Path(path).stat().st_size,
             {name: array.nbytes for name, array in sorted(arrays.items())},
-            tuple(_layers(json_object(data["graph"], "graph"), data["bits"])),
+            tuple(
+                LayerSummary(
+                    name, kind, shape, bits.rate or bits.weight, bits.activation
+                )
+                for name, kind, shape, bits in rows
+            ),
         )
     except BROKEN as error:
         raise PackedFileError(
             f"{path} is a broken packed file ({reason_of(error)}); save the network "
             "again"
         ) from error
-
-
-def _layers(graph: Mapping[str, Any], bits: Any) -> Iterator[LayerSummary]:
-    columns = json_object(graph["units"], "units")
-    parts = [json_list(columns[n], n) for n in ("name", "kind", "weight_shape")]
-    rows = zip(*parts, json_list(bits, "bits"), strict=True)
-    for name, kind, shape, (weight, activation, *rate) in rows:
-        yield LayerSummary(
-            json_text(name, "name"),
-            json_text(kind, "kind"),
-            tuple(json_whole(size, "size") for size in json_list(shape, "shape")),
-            float(rate[0]) if rate else json_whole(weight, "bits", 1, 64),
-            json_whole(activation, "bits", 1, 64),
-        )

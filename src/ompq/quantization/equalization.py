@@ -19,9 +19,10 @@ rounding, and corrected only as far as the difference is statistically significa
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import torch
+from msgspec import Meta
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
@@ -50,6 +51,7 @@ from ompq.samples import (
     model_device,
     to_device,
 )
+from ompq.untrusted_json import Count
 from ompq.weight_ranges import search_weight
 
 _SAMPLES = 64  # enough to estimate the largest value of each channel
@@ -66,15 +68,18 @@ SHIFT_STEP = 1 / 16  # shifts are whole multiples of it, which a file holds in a
 _SCALING = {"relu", "relu6", "leaky_relu"}
 _PRODUCERS = {"conv", "depthwise", "pointwise", "grouped"}
 
+# The exponents and shifts that a file may hold.
+_Power = Annotated[int, Meta(ge=-(1 << 15), le=1 << 15)]
+
 
 class Equalized(NamedTuple):
     """A tensor whose channels were shifted, perhaps, and multiplied by factors."""
 
     producer: str  # name of the unit, or of the norm after it, that computes the tensor
     consumer: str  # name of the depthwise or linear unit that reads the tensor
-    exponents: tuple[int, ...]  # each channel is multiplied by two to this power
-    shifts: tuple[int, ...] = ()  # subtracted beforehand, in steps of 1/16
-    first: int = 0  # index of the producer's channel that has the first factor
+    exponents: tuple[_Power, ...]  # each channel is multiplied by two to this power
+    shifts: tuple[_Power, ...] = ()  # subtracted beforehand, in steps of 1/16
+    first: Count = 0  # index of the producer's channel that has the first factor
 
 
 class Pair(NamedTuple):

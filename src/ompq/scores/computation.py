@@ -21,7 +21,7 @@ from ompq.outputs import Outputs
 from ompq.progress import Progress, no_progress
 from ompq.samples import Samples, model_device
 from ompq.score_tables import ScoreTable
-from ompq.untrusted_json import json_number, json_object
+from ompq.untrusted_json import Number, convert_json, record_type
 
 logger = logging.getLogger(__name__)
 _KIND = "score table"
@@ -165,9 +165,8 @@ def cached_table(folder: str | Path, score: Score, given: ScoreInputs) -> ScoreT
 
 
 def _restored(data: Any, shape: tuple[int, int]) -> ScoreTable:
-    given = json_object(data, "a score table")
-    seconds = json_number(given.get("seconds"), "seconds")
-    return replace(ScoreTable.from_json(given, *shape), seconds=seconds)
+    given = convert_json(data, record_type(seconds=Number), "a score table")
+    return replace(ScoreTable.from_json(data, *shape), seconds=given.seconds)
 
 
 def _about(score: Score, given: ScoreInputs) -> dict[str, Any]:
