@@ -579,19 +579,29 @@ def test_sensitivity_is_noise_times_what_of_it_finite_differences_expect():
     assert found.orm is not None
 
 
-@pytest.mark.parametrize(("most", "passes"), [(8, 1), (3, 4)])
-def test_sensitivity_takes_orm_in_its_own_pass_if_that_sees_all_samples_at_once(
-    network, graph, monkeypatch, most, passes
+@pytest.mark.parametrize(("most", "sizes"), [(8, [8]), (3, [3, 3, 2])])
+def test_sensitivity_takes_orm_in_its_own_pass_from_pairs_within_batches(
+    network, graph, monkeypatch, most, sizes
 ):
     monkeypatch.setattr("ompq.scores.sensitivity._CPU_BATCH", most)
     monkeypatch.setattr("ompq.scores.sensitivity._CPU_MACS", 0)
     inputs, seen = images(8), []
     with network.register_forward_pre_hook(lambda _, args: seen.append(len(args[0]))):
         found = Sensitivity()(score_inputs(graph, network, inputs, CHOICES))
-    assert len(seen) == 1 + passes  # first, what it returns is recognised
+    assert seen[1:] == sizes  # first, what it returns is recognised
     features = kept_features(network, graph, inputs)
-    expected = orm_matrix([features[name] for name in found.orm_labels])
-    assert found.orm == pytest.approx(expected, abs=1e-5)
+    batch_of = np.repeat(np.arange(len(sizes)), sizes)
+    together = batch_of[:, None] == batch_of
+    diagonal = np.eye(8, dtype=bool)
+    # Pairs of samples of two batches are never seen, and the others stand for them.
+    weight = np.where(together, 56 / (together.sum() - 8), 0.0)
+    weight[diagonal] = 1.0
+    flat = [features[name].flatten(1).double().numpy() for name in found.orm_labels]
+    grams = [one @ one.T for one in flat]
+    products = np.array([[(weight * a * b).sum() for a in grams] for b in grams])
+    norms = np.sqrt(products.diagonal())
+    expected = products / norms[:, None] / norms
+    assert found.orm == pytest.approx(expected.clip(0, 1), abs=1e-5)
     assert len(found.orm_labels) == len(graph) - 1  # one sum has two units
 
 

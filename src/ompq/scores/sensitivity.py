@@ -6,13 +6,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, partial, reduce
+from operator import add
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from ompq.bit_widths import FLOAT_BITS
 from ompq.configs import OrmSettings
@@ -38,9 +40,11 @@ from ompq.score_tables import ScoreTable
 from ompq.scores.computation import Needs, ScoreInputs
 from ompq.scores.orthogonality import (
     ORM_BATCH,
+    BatchProducts,
     Grams,
     OrmResult,
     measure_orm,
+    orm_result,
     sample_rows,
 )
 from ompq.scores.weight_noise import (
@@ -66,6 +70,14 @@ _OTHER_READERS = ("embedding", "lstm", "gru", "rnn_tanh", "rnn_relu")
 # How many output errors, of several choices, a device computes at once; a CPU takes one
 # choice at a time.
 _AT_ONCE = {"cuda": 1 << 28}
+# From so many positions of a sample's output on, gradients of the weight cost less than
+# the outputs of its errors.
+_FEWEST_POSITIONS = 128
+_CONV_GRADIENTS: Mapping[str, Callable[..., Tensor]] = {
+    "conv1d": conv1d_weight,
+    "conv2d": conv2d_weight,
+    "conv3d": conv3d_weight,
+}
 # Errors of weights are kept for the next batch if there are at most this many.
 _KEPT = 1 << 27
 # Returns how several choices change a weight, (choices, *shape).
@@ -114,7 +126,8 @@ class Sensitivity:
         spatial: How much of the damage reconstruction leaves in a convolution over
             several positions and channels, relative to other layers.
         seed: Seed for drawing classes.
-        orm: How ORM is measured for the report; the damage does not depend on it.
+        orm: How ORM is measured for the report; the damage does not depend on it. It
+            is estimated from pairs of samples within the batches of the same pass.
     """
 
     samples: int = 64
@@ -125,7 +138,7 @@ class Sensitivity:
 
     summary: ClassVar[str] = "weight_noise × its expected effect on the output"
     needs: ClassVar[Needs] = Needs(
-        "about three for all units, one for each width", gradients=True, seconds=4.8
+        "about three for all units and widths", gradients=True, seconds=4.8
     )
 
     def __call__(self, given: ScoreInputs) -> ScoreTable:
@@ -188,21 +201,20 @@ class Sensitivity:
     ) -> tuple[dict[int, list[float]], OrmResult | None]:
         """Return half the mean of (gradient · error)² for each weight and choice.
 
-        Also return ORM if all samples run in one batch.
+        Also return ORM if there are samples to compare.
         """
         model, samples = given.model, given.samples.first(self.samples)
         outputs = given.outputs
         device, size = model_device(model), _batch_size(given, len(samples))
-        whole = 2 <= len(given.samples) == len(samples) <= ORM_BATCH
-        whole = whole and samples.batch_count(size) == 1
         generator = torch.Generator().manual_seed(self.seed)
-        totals, done, orm = [], 0, None
+        totals, done, shared = [], 0, list[BatchProducts]()
         with differentiating(model), _frozen(model):
             for batch in samples.batches(size):
                 args, kwargs = arguments(to_device(batch, device))
                 count = batch_length(batch)
                 errors = _Errors(model, rounded, choices=choices, count=count)
-                grams = Grams(given.graph, model, self.orm, count) if whole else None
+                paired = 2 <= count <= ORM_BATCH
+                grams = Grams(given.graph, model, self.orm, count) if paired else None
                 watch = grams or Watch()
                 watch.change = errors.hooked
                 with watch:
@@ -210,7 +222,8 @@ class Sensitivity:
                 loss = outputs.drawn_loss(outputs.read(output), generator, count)
                 torch.autograd.grad(loss, errors.zero)
                 totals.append(errors.squares())
-                orm = grams.result() if grams else None
+                if grams is not None:
+                    shared.append(BatchProducts.of(grams.matrices()))
                 done += count
                 given.progress(done, len(samples), "expecting divergence")
         mean = np.sqrt(np.sum(totals, 0).prod(0)) / (2 * len(samples))
@@ -220,6 +233,10 @@ class Sensitivity:
                 "noise of the weights alone decides",
                 outputs,
             )
+        orm = None
+        if shared:
+            products = reduce(add, shared).products
+            orm = orm_result(given.graph, self.orm, products)
         return dict(zip(rounded, mean.tolist(), strict=True)), orm
 
 
@@ -304,21 +321,15 @@ class _Errors:
         weights = [t for t in tensors_in(given) if id(t) in self.rounded]
         if not weights:
             return output
-        caused = _caused_by(func, given, output)
+        multiplied = self._multiplied(func, given, output)
         size = next(tensors_in(output)).numel()
 
         def hook(gradient: Tensor) -> None:
-            products = self._products(name, gradient)
-            at_once = max(1, self.at_once // size)
             for weight in weights:
                 several = (errors() for errors in self.rounded[id(weight)])
                 # A GPU's backward pass has a thread of its own.
                 with visiting(self.model):
-                    found = products(
-                        caused(weight, part)
-                        for each in several
-                        for part in _split(each, at_once)
-                    )
+                    found = multiplied(gradient, weight, several)
                 if found.slopes.numel() == size:
                     self.single.add(id(weight))
                 self._add(id(weight), found)
@@ -331,6 +342,32 @@ class _Errors:
             return tensor
 
         return with_first_tensor(output, with_hook)
+
+    def _multiplied(
+        self, func: Any, given: tuple[Any, Any], output: Any
+    ) -> Callable[[Tensor, Tensor, Iterable[Tensor]], _Products]:
+        """Return a function that multiplies a call's errors by gradients.
+
+        It takes the gradient of the call's output, the weight, and errors of that.
+        """
+        if by_sample := _SampleGradients.of(func, given, output, self.count):
+            return lambda gradient, _weight, several: by_sample.products(
+                gradient, [*several]
+            )
+        caused, name = _caused_by(func, given, output), function_name(func)
+        at_once = max(1, self.at_once // next(tensors_in(output)).numel())
+
+        def multiplied(
+            gradient: Tensor, weight: Tensor, several: Iterable[Tensor]
+        ) -> _Products:
+            products = self._products(name, gradient)
+            return products(
+                caused(weight, part)
+                for each in several
+                for part in _split(each, at_once)
+            )
+
+        return multiplied
 
     def _add(self, weight: int, found: _Products) -> None:
         key = weight, found.slopes.shape[1]
@@ -420,6 +457,90 @@ class _Errors:
             room -= products.numel()
         if part:
             yield part
+
+
+class _SampleGradients(NamedTuple):
+    """Multiplies errors of a weight by its gradients, sample by sample.
+
+    What many positions of an output have in common is summed up first, so that several
+    errors cost little more than one.
+    """
+
+    inputs: Tensor  # (N, C, ...) of a convolution, (N, ..., K) of a linear layer
+    version: int  # of the inputs, which may be changed in place later
+    shape: torch.Size  # of the weight
+    settings: tuple[Any, ...]  # stride, padding, dilation and groups of a convolution
+
+    @classmethod
+    def of(
+        cls, func: Any, given: tuple[Any, Any], output: Any, count: int
+    ) -> "_SampleGradients | None":
+        """Return them for a call, or None where outputs of errors are cheaper.
+
+        That is with few positions for each sample, and on a GPU, where one call
+        computes the outputs of all errors.
+        """
+        (args, kwargs), name = given, function_name(func)
+        result = next(tensors_in(output))
+        if result.device.type != "cpu" or len(args) < 2:
+            return None
+        inputs, weight = args[:2]
+        samples_first = len(inputs) == count == len(result)
+        positions = result.numel() // (count * len(weight))
+        if not samples_first or positions < _FEWEST_POSITIONS:
+            return None
+        if name == "linear":
+            return cls(inputs.detach(), _version(inputs), weight.shape, ())
+        if name not in _CONV_GRADIENTS or inputs.dim() != weight.dim():
+            return None
+        usual = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+        settings = tuple(
+            args[at] if at < len(args) else kwargs.get(key, default)
+            for at, (key, default) in enumerate(usual.items(), start=3)
+        )
+        if isinstance(settings[1], str):
+            return None
+        return cls(inputs.detach(), _version(inputs), weight.shape, settings)
+
+    def products(self, gradient: Tensor, several: Sequence[Tensor]) -> "_Products":
+        """Return the products of gradients and errors, (choices, *shape) each."""
+        if _version(self.inputs) != self.version:
+            raise RuntimeError("what a layer reads is changed in place later")
+        channels = self.shape[0]
+        # The choices of a channel together: (C, choices, K).
+        errors = _join(tuple(several)).flatten(2).transpose(0, 1).contiguous()
+        found = [
+            torch.bmm(errors, self._weight_gradient(at, gradient)[:, :, None])
+            for at in range(len(gradient))
+        ]
+        uncentred = torch.stack(found)[..., 0].permute(2, 0, 1)  # (choices, N, C)
+        means = torch.bmm(errors, self._mean_input(gradient)).squeeze(2).T
+        others = [d for d in range(gradient.dim()) if d != 0]
+        others.remove(1 if self.settings else gradient.dim() - 1)
+        slopes = gradient.sum(others) if others else gradient
+        return _Products(uncentred, means, slopes.reshape(len(gradient), channels))
+
+    def _weight_gradient(self, at: int, gradient: Tensor) -> Tensor:
+        """Return the gradient of the weight for one sample, (C, K)."""
+        inputs, own = self.inputs[at : at + 1], gradient[at : at + 1]
+        if not self.settings:
+            return own.flatten(0, -2).T @ inputs.flatten(0, -2)
+        gradient_of = _CONV_GRADIENTS[f"conv{gradient.dim() - 2}d"]
+        return gradient_of(inputs, self.shape, own, *self.settings).flatten(1)
+
+    def _mean_input(self, gradient: Tensor) -> Tensor:
+        """Return the mean of what the weights are multiplied by, (C, K, 1)."""
+        if not self.settings:
+            mean = self.inputs.flatten(0, -2).mean(0)[None]
+        else:
+            # One channel of ones for each group: its gradient is the sum.
+            groups = self.settings[-1]
+            ones = gradient.new_ones(len(gradient), groups, *gradient.shape[2:])
+            gradient_of = _CONV_GRADIENTS[f"conv{gradient.dim() - 2}d"]
+            shape = (groups, *self.shape[1:])
+            total = gradient_of(self.inputs, shape, ones, *self.settings).flatten(1)
+            mean = total / (ones.numel() // groups)
+        return mean.repeat_interleave(self.shape[0] // len(mean), 0)[:, :, None]
 
 
 def _split(errors: Tensor, at_once: int) -> Sequence[Tensor]:
