@@ -73,6 +73,8 @@ _AT_ONCE = {"cuda": 1 << 28}
 # From so many positions of a sample's output on, gradients of the weight cost less than
 # the outputs of its errors.
 _FEWEST_POSITIONS = 128
+# Their values for several samples, together.
+_AT_ONCE_ON_CPU = 1 << 22
 _CONV_GRADIENTS: Mapping[str, Callable[..., Tensor]] = {
     "conv1d": conv1d_weight,
     "conv2d": conv2d_weight,
@@ -509,11 +511,13 @@ class _SampleGradients(NamedTuple):
         channels = self.shape[0]
         # The choices of a channel together: (C, choices, K).
         errors = _join(tuple(several)).flatten(2).transpose(0, 1).contiguous()
-        found = [
-            torch.bmm(errors, self._weight_gradient(at, gradient)[:, :, None])
-            for at in range(len(gradient))
-        ]
-        uncentred = torch.stack(found)[..., 0].permute(2, 0, 1)  # (choices, N, C)
+        few = max(1, _AT_ONCE_ON_CPU // self.shape.numel())
+        found = []
+        for some in torch.split(torch.arange(len(gradient)), few):
+            own = [self._weight_gradient(at, gradient) for at in some.tolist()]
+            stacked = torch.stack(own).permute(1, 2, 0)  # (C, K, samples)
+            found.append(torch.bmm(errors, stacked))
+        uncentred = torch.cat(found, 2).permute(1, 2, 0)  # (choices, N, C)
         means = torch.bmm(errors, self._mean_input(gradient)).squeeze(2).T
         others = [d for d in range(gradient.dim()) if d != 0]
         others.remove(1 if self.settings else gradient.dim() - 1)
