@@ -23,6 +23,7 @@ from ompq.runtimes.benchmark import (
     runner,
     time_files,
 )
+from ompq.runtimes.file_metadata import FileMetadata
 from ompq.runtimes.inspection import (
     inspect_onnx,
     load_exported,
@@ -128,7 +129,8 @@ def files(tmp_path_factory):
     )
     network = quantized(model, images(8), weight=(3, 8), activation=8)
     path = folder / "net.onnx"
-    export_onnx(network, path, images(4), engine_images=1, network="net.py:make")
+    named = FileMetadata(network="net.py:make")
+    export_onnx(network, path, images(4), engine_images=1, metadata=named.texts())
     return {"float": folder / "float.onnx", "quantized": path}
 
 

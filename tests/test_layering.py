@@ -62,15 +62,16 @@ ORDER = {
     "integer": "arithmetic operators lowering engine links finalization",
     "packed": "structure embedded_graph summary format account packed_files",
     "device_command": "",
-    "runtimes": "inspection benchmark onnx.weight_containers onnx.onnx_graph "
-    "onnx.traced_graph verification export_result output_grids litert.litert_kernels "
-    "litert.litert_graph litert.litert_network litert.litert_files onnx.onnx_files "
+    "runtimes": "file_metadata inspection benchmark onnx.weight_containers "
+    "onnx.onnx_graph onnx.traced_graph verification export_result output_grids "
+    "litert.litert_kernels litert.litert_graph litert.litert_network "
+    "litert.litert_files onnx.onnx_network runnable_files onnx.onnx_files "
     "onnx.onnx_sizes gguf.gguf_blocks gguf.gguf_metadata gguf.gguf_tensors "
     "gguf.llama_runtime gguf.gguf_files gguf.gguf_sizes exporter",
     "planning": "",
     "refinement": "",
     "smallest_network": "",
-    "models": "builtin_networks weight_files named_models",
+    "models": "builtin_networks weight_files named_models exported_models",
     "datasets": "distillation images named_data training_sets",
     "report_sections": "",
     "report": "page_charts heat_maps explorer figures histograms page",

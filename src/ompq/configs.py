@@ -502,6 +502,14 @@ class ExportConfig(Config):
     """What is written into a file for a runtime, and how the file is verified."""
 
     network: str = setting("", "The network's name: torchvision:resnet18.")
+    preprocessing: Mapping[str, Any] | None = setting(
+        None,
+        "How inputs are made, as NamedModel.preprocessing says it; it is written into "
+        "the file. For images, the program run.py is written beside the file.",
+    )
+    classes: tuple[str, ...] = setting(
+        (), "Names of the classes, which are written into the file."
+    )
     budget: Any = setting(
         None, "A file that exceeds the limit that a budget sets for it is not written."
     )

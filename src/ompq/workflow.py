@@ -18,6 +18,7 @@ from ompq.bit_widths import FLOAT_BITS
 from ompq.budgets import Budget
 from ompq.configs import (
     RECONSTRUCT_PROTOCOLS,
+    ExportConfig,
     Goal,
     Pin,
     PlanConfig,
@@ -70,8 +71,8 @@ from ompq.report_sections import (
     sections_from_json,
     sections_to_json,
 )
+from ompq.runtimes.exporter import export
 from ompq.runtimes.gguf.gguf_files import write_gguf
-from ompq.runtimes.onnx.onnx_files import export_onnx
 from ompq.samples import Samples, SamplesLike
 from ompq.smallest_network import Smallest, find_smallest
 from ompq.untrusted_json import convert_json, read_json
@@ -442,8 +443,8 @@ class Outcome:
         budget, file = self.plan.budget, folder / ONNX
         if self.samples is None or not (budget.onnx_mib or budget.graph_mib):
             return
-        name = self.about["network"]
-        export_onnx(self.network, file, self.samples, network=name, budget=budget)
+        config = ExportConfig(network=self.about["network"], budget=budget)
+        export(self.network, file, self.samples, config)
         if budget.graph_mib:
             add_onnx(folder / PACKED, file, folder / PACKED)
         if not budget.onnx_mib:

@@ -236,11 +236,13 @@ def evaluate(
       ompq evaluate cifar:resnet20 --weights r20.safetensors --data cifar \
         --limit 1000
       ompq evaluate ompq:demo --data digits --json
+      ompq evaluate net.onnx --data imagenet/val
       ompq evaluate ompq:demo --packed out/network.ompq.safetensors \
         --data digits --engine integer --limit 100
 
     The data has one folder per class; a folder with train and test (or val) inside is
-    evaluated on test.
+    evaluated on test. A file of ompq export (.onnx, .tflite) is run in its runtime, on
+    inputs that are made as the file says.
     """
     with starting():
         from ompq.cli.network_commands import run_evaluate

@@ -16,7 +16,13 @@ from ompq.cli.console import Column, Console, Shown, View, facts
 from ompq.cli.option_groups import DemoOptions
 from ompq.cli.options import apply_options, check_writable
 from ompq.cli.views import time_line
-from ompq.configs import DemoConfig, PlanConfig, ReconstructConfig, RoundingConfig
+from ompq.configs import (
+    DemoConfig,
+    ExportConfig,
+    PlanConfig,
+    ReconstructConfig,
+    RoundingConfig,
+)
 from ompq.errors import InfeasibleBudgetError, OmpqError
 from ompq.evaluation_result import Evaluation, wilson_interval
 from ompq.files import ONNX, PACKED, PLAN, REPORT, RESULT
@@ -28,7 +34,7 @@ from ompq.plans import Plan, unit_rows
 from ompq.progress import Bar, Stages, silent
 from ompq.report_sections import Accuracy, AgreementSection, Remark, Section
 from ompq.runtimes.export_result import ExportResult
-from ompq.runtimes.onnx.onnx_files import export_onnx
+from ompq.runtimes.exporter import export
 from ompq.samples import evaluating
 from ompq.workflow import Outcome, Workflow, whole_folder, write_result
 
@@ -342,7 +348,7 @@ def _export(
     network: nn.Module, path: Path, images: Tensor
 ) -> tuple[ExportResult | None, str]:
     try:
-        return export_onnx(network, path, images, network=NETWORK), ""
+        return export(network, path, images, ExportConfig(network=NETWORK)), ""
     except OmpqError as error:  # the other files are useful without this one
         logger.warning("no ONNX file: %s", error)
         return None, str(error)

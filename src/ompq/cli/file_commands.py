@@ -66,7 +66,7 @@ def run_export(
     with console.stage("loading the network"), mute_warnings():
         model = _structure(name, source, options)
         network = load(packed, model.module)
-    samples, data = _inputs(model, source, options, console)
+    samples, data, classes = _inputs(model, source, options, console)
     about: dict[str, Any] = {
         "network": name,
         "data": data,
@@ -77,6 +77,8 @@ def run_export(
         onnx = Path(work, ONNX) if options.with_graph else file
         config = ExportConfig(
             network=name,
+            preprocessing=model.preprocessing,
+            classes=classes,
             budget=None if options.with_graph else about["budget"],
             opset=options.opset,
         )
@@ -106,12 +108,14 @@ def _agreement(file: Path, result: ExportResult) -> AgreementSection:
 
 def _inputs(
     model: NamedModel, source: Path, options: ExportOptions, console: Console
-) -> tuple[Samples, str]:
-    """Return the inputs to verify with, and the name of their source."""
+) -> tuple[Samples, str, tuple[str, ...]]:
+    """Return inputs to verify with, the name of their source, and known classes."""
     name = options.data or _of_run(source, "data")
     with mute_warnings():  # noise is as good as images for verification
         data = load_data(name or "random", model, split="train")
-    return read_samples(data, min(options.samples, len(data)), console), data.name
+    samples = read_samples(data, min(options.samples, len(data)), console)
+    classes = () if data.images is None or data.images.numbered else data.images.classes
+    return samples, data.name, classes
 
 
 def _structure(name: str, source: Path, options: ExportOptions) -> NamedModel:

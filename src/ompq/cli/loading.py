@@ -27,9 +27,7 @@ from ompq.working_memory import host_memory
 def load_network(options: NetworkOptions, console: Console) -> NamedModel:
     """Load the network onto its device."""
     shape = shape_of(options.input_shape)
-    if options.threads is not None:
-        check_threads(options.threads)
-        torch.set_num_threads(options.threads)
+    use_threads(options.threads)
     available = torch.cuda.is_available()
     if options.device == "cuda" and not available:
         raise ValueError("--device cuda: PyTorch finds no GPU; use --device cpu")
@@ -44,6 +42,13 @@ def load_network(options: NetworkOptions, console: Console) -> NamedModel:
             limited = device_memory(options.device_memory, device)
             console.until_done.enter_context(limited)
     return model
+
+
+def use_threads(threads: int | None) -> None:
+    """Let PyTorch, and runtimes beside it, use this many threads."""
+    if threads is not None:
+        check_threads(threads)
+        torch.set_num_threads(threads)
 
 
 def find_data(

@@ -28,6 +28,7 @@ from ompq.cli.loading import (
     plan_count,
     provenance,
     read_samples,
+    use_threads,
     user_metrics,
 )
 from ompq.cli.option_groups import (
@@ -63,12 +64,14 @@ from ompq.errors import BudgetError, DataError, PlanError
 from ompq.evaluation import evaluate as measure
 from ompq.files import ONNX, PACKED, PLAN, RESULT, locked_folder, remove_unfinished
 from ompq.integer.engine import IntegerNetwork
+from ompq.models.exported_models import exported_model
 from ompq.models.named_models import NamedModel
 from ompq.packed.packed_files import load, save
 from ompq.parallel import main_has
 from ompq.plans import Plan, read_bits
 from ompq.quantization.record import BlockError, quantization_of
 from ompq.report_sections import Remark
+from ompq.runtimes.runnable_files import is_runnable
 from ompq.samples import model_device
 from ompq.smallest_network import Smallest
 from ompq.training.step import Loss
@@ -503,6 +506,27 @@ def _starting_point(
     return plan, network
 
 
+def _exported(
+    sources: SourceOptions, options: EvaluateOptions, console: Console
+) -> NamedModel:
+    """Return a file of ompq export, which its runtime computes."""
+    given = {
+        "--weights": sources.weights,
+        "--packed": options.packed,
+        "--input-shape": sources.input_shape,
+        "--device-memory": sources.device_memory,
+    }
+    unused = [name for name, value in given.items() if value is not None]
+    if unused:
+        raise ValueError(
+            f"{', '.join(unused)}: {sources.network} has its weights and its input "
+            "shape; give either the file or the network"
+        )
+    use_threads(sources.threads)
+    with console.stage("loading the file"):
+        return exported_model(sources.network)
+
+
 def run_evaluate(
     sources: SourceOptions, options: EvaluateOptions, console: Console
 ) -> View:
@@ -513,7 +537,9 @@ def run_evaluate(
             "--engine integer runs packed networks; give one with --packed FILE"
         )
     metrics = user_metrics(options.metric)
-    if packed is None:
+    if is_runnable(sources.network):
+        model = _exported(sources, options, console)
+    elif packed is None:
         model = load_network(sources, console)
     else:  # the packed file holds all weights; the float ones are not needed
         with mute_warnings():

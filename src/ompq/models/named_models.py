@@ -60,6 +60,11 @@ class NamedModel:
     vocabulary: int = 0  # number of token ids; 0 if the inputs are not tokens
     tokenizer: str = ""  # name or folder of its transformers tokenizer, if any
 
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        """How its inputs are made, for :class:`ompq.ExportConfig`."""
+        return {name: getattr(self, name) for name in _PREPROCESSING}
+
     def at(self, shape: tuple[int, ...]) -> "NamedModel":
         """Return the network with its preprocessing adapted to another input shape."""
         if len(shape) != 3 or len(self.input_shape) != 3:

@@ -6,14 +6,19 @@ from torch import nn
 
 from ompq.configs import ExportConfig
 from ompq.errors import check_known
-from ompq.files import library_version
 from ompq.runtimes.export_result import ExportResult
+from ompq.runtimes.file_metadata import FileMetadata, write_program
 from ompq.runtimes.gguf.gguf_files import write_gguf
 from ompq.runtimes.litert.litert_files import write_litert
 from ompq.runtimes.onnx.onnx_files import export_onnx
 from ompq.samples import Samples, SamplesLike, usual_settings
 
 FORMATS = {".onnx": "onnx", ".tflite": "tflite", ".gguf": "gguf"}
+# Order of an image's dimensions, and packages whose versions a file tells.
+_ABOUT = {
+    "onnx": ("NCHW", ("onnx", "onnxruntime")),
+    "tflite": ("NHWC", ("ai-edge-litert",)),
+}
 
 
 @usual_settings()
@@ -28,7 +33,9 @@ def export(
     """Write a quantized network for a runtime, which must compute the same.
 
     The file is run in its runtime and compared with the integer network, code by code,
-    before it appears. Nothing is left at ``path`` if they differ.
+    before it appears. Nothing is left at ``path`` if they differ. If the configuration
+    says how images are made into inputs, ``run.py`` appears beside the file: a program
+    that classifies images with it and needs neither ompq nor PyTorch.
 
     Args:
         quantized: From :func:`ompq.quantize`, possibly reconstructed or trained. A copy
@@ -53,30 +60,29 @@ def export(
     path, samples = Path(path), Samples.of(samples)
     kind = format or FORMATS.get(path.suffix, path.suffix or "no suffix")
     check_known("format", kind, FORMATS.values())
+    if kind == "gguf":
+        return write_gguf(quantized, path, samples, budget=config.budget)
+    about = FileMetadata.of(config, *_ABOUT[kind])
     if kind == "tflite":
-        return write_litert(
+        result = write_litert(
             quantized,
             path,
             samples,
-            metadata=_metadata(config),
+            metadata=about.texts(),
             engine_images=config.engine_images,
             float_ends=config.float_ends,
         )
-    if kind == "gguf":
-        return write_gguf(quantized, path, samples, budget=config.budget)
-    return export_onnx(
-        quantized,
-        path,
-        samples,
-        opset=config.opset,
-        engine_images=config.engine_images,
-        network=config.network,
-        saturation_safe=config.saturation_safe,
-        budget=config.budget,
-    )
-
-
-def _metadata(config: ExportConfig) -> dict[str, str]:
-    """Return texts that a file holds, by name."""
-    found = {"ompq": library_version(), "network": config.network}
-    return {name: text for name, text in found.items() if text}
+    else:
+        result = export_onnx(
+            quantized,
+            path,
+            samples,
+            opset=config.opset,
+            engine_images=config.engine_images,
+            metadata=about.texts(),
+            saturation_safe=config.saturation_safe,
+            budget=config.budget,
+        )
+    if about.of_images:
+        write_program(path)
+    return result

@@ -13,6 +13,7 @@ import numpy as np
 
 from ompq.errors import ExportError, shorten
 from ompq.packed.embedded_graph import parse_onnx
+from ompq.runtimes.file_metadata import FileMetadata
 
 # What a constant is, by the last part of its name.
 _ITEMS = {
@@ -116,7 +117,6 @@ def load_exported(path: Path) -> Any:
 
 _THIN = 4  # input channels that an 8-bit dot product takes at once
 _LONGEST_NAME = 2000  # of a tensor: a layer's name and a word
-NETWORK = "network"  # the entry of a file's metadata that names the network
 LENGTH = "length"  # the entry that says for texts of how many tokens it was made
 _LONGEST_TEXT = 999_999  # tokens; a file may claim anything
 
@@ -174,7 +174,8 @@ def text_tokens(model: Any) -> int:
 def network_name(path: str | Path) -> str:
     """Return the name of the network in a file's metadata, or ""."""
     entries = load_exported(Path(path)).metadata_props
-    return next((str(one.value) for one in entries if one.key == NETWORK), "")
+    texts = {one.key: str(one.value) for one in entries}
+    return FileMetadata.read(texts, Path(path)).network
 
 
 def _convolutions(model: Any, layers: Collection[str]) -> dict[str, int]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ompq.errors import ExportError, MissingExtraError
+from ompq.runtimes.litert.litert_graph import litert_schema
 
 
 class LitertNetwork(nn.Module):
@@ -19,6 +20,7 @@ class LitertNetwork(nn.Module):
 
     def __init__(self, file: str | Path | bytes, threads: int | None = None) -> None:
         super().__init__()
+        self.file = file
         given: dict[str, Any] = {"model_path": str(file)}
         if isinstance(file, bytes):
             given = {"model_content": file}
@@ -30,6 +32,17 @@ class LitertNetwork(nn.Module):
         (self.input,) = self.interpreter.get_input_details()
         self.outputs = self.interpreter.get_output_details()
         self.count = 0  # samples that the tensors have room for
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The texts in the file's metadata, by name."""
+        content = self.file if isinstance(self.file, bytes) else None
+        content = content or Path(str(self.file)).read_bytes()
+        model = litert_schema().ModelT.InitFromPackedBuf(content)
+        return {
+            one.name.decode(): bytes(model.buffers[one.buffer].data).decode()
+            for one in model.metadata or ()
+        }
 
     def forward(self, x: Tensor) -> Tensor | dict[str, Tensor]:
         """Return the output for a batch, or a dict of several by name."""

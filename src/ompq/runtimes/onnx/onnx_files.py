@@ -15,7 +15,6 @@ from ompq.files import replacing
 from ompq.integer.lowering import Steps, lower
 from ompq.quantization.record import quantization_of
 from ompq.runtimes.export_result import ExportResult
-from ompq.runtimes.inspection import NETWORK
 from ompq.runtimes.onnx.onnx_graph import (
     SMALLEST_OPSET,
     OnnxGraph,
@@ -50,7 +49,7 @@ def export_onnx(  # noqa: PLR0913
     *,
     opset: int = 21,
     engine_images: int = 8,
-    network: str = "",
+    metadata: Mapping[str, str] | None = None,
     saturation_safe: bool = True,
     budget: Budget | str | None = None,
 ) -> ExportResult:
@@ -63,7 +62,7 @@ def export_onnx(  # noqa: PLR0913
         path: Nothing is left there if verification fails.
         samples: Inputs to verify outputs and codes with; see :class:`Tolerance`.
         engine_images: How many samples the integer engine, which is slower, runs.
-        network: The network's name, for example ``torchvision:resnet18``.
+        metadata: Texts by name that the file holds.
         saturation_safe: Whether the file is also right on processors without VNNI,
             whose 8-bit kernels saturate. Weights of 8 bits are then restricted to about
             7 in convolutions (see :func:`ompq.finalize`) and unsigned elsewhere.
@@ -95,8 +94,8 @@ def export_onnx(  # noqa: PLR0913
         steps = lower(finalized, samples)
         graph = OnnxGraph(steps, opset, saturation_safe=saturation_safe)
         made = _of_steps(graph, finalized, saturation_safe=saturation_safe)
-    if network:
-        made.model.metadata_props.add(key=NETWORK, value=network)
+    for name, text in (metadata or {}).items():
+        made.model.metadata_props.add(key=name, value=text)
     if budget is not None:
         excess = Budget.of(budget).excess("onnx_bytes", made.model.ByteSize())
         if excess:
