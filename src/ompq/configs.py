@@ -508,7 +508,9 @@ class ExportConfig(Config):
         "the file. For images, the program run.py is written beside the file.",
     )
     classes: tuple[str, ...] = setting(
-        (), "Names of the classes, which are written into the file."
+        (),
+        "Names of the classes, which are written into the file, unless a budget limits "
+        "the ONNX file: plans do not know them.",
     )
     budget: Any = setting(
         None, "A file that exceeds the limit that a budget sets for it is not written."

@@ -1,9 +1,11 @@
 """export(): a quantized network as a file for a runtime, run and compared."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
+from ompq.budgets import Budget
 from ompq.configs import ExportConfig
 from ompq.errors import check_known
 from ompq.runtimes.export_result import ExportResult
@@ -63,6 +65,8 @@ def export(
     if kind == "gguf":
         return write_gguf(quantized, path, samples, budget=config.budget)
     about = FileMetadata.of(config, *_ABOUT[kind])
+    if config.budget is not None and Budget.of(config.budget).onnx_mib:
+        about = replace(about, classes=())
     if kind == "tflite":
         result = write_litert(
             quantized,

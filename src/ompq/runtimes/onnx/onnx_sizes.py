@@ -44,9 +44,10 @@ _SAMPLES = 8  # only their shapes matter
 _QUICKLY = QuantizeConfig(
     weight_range="minmax", equalize=False, activation_range="minmax"
 )
-_NAME_BYTES = 160  # for the network's name, and for lengths with one digit more
+# For what the file says of itself, and for lengths with one digit more.
+_ABOUT_BYTES = 640
 # A graph is deflated, so its size is known only approximately.
-_DEFLATED, _GRAPH_BYTES = 1.03, 160
+_DEFLATED, _GRAPH_BYTES = 1.03, 480
 _FACTOR, _TABLE = re.compile(r"times/\d+/\d"), re.compile(r"/?table/")
 _STAGE = re.compile(r"/s\d|shape/one")  # numbers that the stages wait for
 _LATE = re.compile(r"/l\d")  # computed from them, for all weights of a stage
@@ -139,7 +140,7 @@ class _Skeletons:
     def sized(self, file: _File) -> Cost:
         """Return the sizes of files like this one, with other bits."""
         constants = {one.name: one for one in file.model.graph.initializer}
-        rest = file.model.ByteSize() + _NAME_BYTES + _more_grids(file, constants)
+        rest = file.model.ByteSize() + _ABOUT_BYTES + _more_grids(file, constants)
         rest -= sum(_entry(one) for n, one in constants.items() if _FACTOR.match(n))
         table = np.zeros((len(self.graph), len(self.problem.choices)))
         shared: dict[str, tuple[int, set[int]]] = {}
