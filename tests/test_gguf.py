@@ -1,23 +1,26 @@
 """GGUF files: written, compared with PyTorch by llama.cpp, and refused."""
 
 import copy
+import sys
 
-import numpy as np
 import pytest
 import torch
 
 import ompq
 from cli_tools import run_json
 from ompq.grids import Grid
+from ompq.quantization.gguf_grids import gguf_grid
 from ompq.runtimes.gguf import gguf_files
 from ompq.runtimes.gguf.gguf_blocks import TYPES, type_of
 from ompq.runtimes.gguf.llama_runtime import next_tokens
 from ompq.targets import load_target
+from ompq.tokenizers import load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")
 
+GIVEN = [{bits for whole, bits in TYPES if whole == which} for which in (False, True)]
 VOCABULARY, GGUF = 320, ompq.PlanConfig(target="gguf")
 KINDS = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config"}
 LLAMA_3 = {
@@ -89,39 +92,82 @@ def planned(tmp_path_factory):
     return network, plan, ompq.quantize(network, plan, tokens())
 
 
-@pytest.mark.parametrize("bits", TYPES)
-def test_blocks_hold_what_gguf_reads(bits):
-    generator = torch.Generator().manual_seed(bits)
-    weight = torch.randn(6, 96, generator=generator)
-    scales = torch.rand(6, 3, generator=generator).half().float() + 2**-10
-    scale = scales.half().float().repeat_interleave(32, 1)
-    grid = Grid(scale, torch.full_like(scale, 2 ** (bits - 1)), bits)
-    rows = TYPES[bits].rows(weight, grid, "layer")
-    assert rows.shape == (6, TYPES[bits].row_bytes(96))
-    kind = gguf.GGMLQuantizationType[TYPES[bits].name]
-    assert np.array_equal(gguf.dequantize(rows, kind), grid.fake(weight).numpy())
+@pytest.mark.parametrize(
+    "kind",
+    TYPES.values(),
+    ids=[f"{kind.name}-{whole}" for (whole, _), kind in TYPES.items()],
+)
+def test_types_hold_the_grids_that_are_found_for_them(kind):
+    generator = torch.Generator().manual_seed(kind.bits)
+    weight = 0.03 * torch.randn(6, 512, generator=generator)
+    weight[2, :64] = weight[3] = 0
+    weight[4, :256].abs_()
+    whole = kind.weights == 256
+    grid = gguf_grid(weight, kind.bits, group_size=kind.group, super_blocks=whole)
+    rows = kind.rows(weight, grid, "layer")
+    assert (
+        rows.shape == (6, kind.row_bytes(512)) == (6, 512 // kind.weights * kind.bytes)
+    )
+    number = gguf.GGMLQuantizationType[kind.name]
+    assert gguf.GGML_QUANT_SIZES[number] == (kind.weights, kind.bytes)
+    read = torch.from_numpy(gguf.dequantize(rows, number))
+    assert torch.allclose(read, grid.fake(weight), rtol=0, atol=2e-8)
+    assert not read[3].any()
+    if not whole:  # gguf rounds only to these
+        nearest = gguf.dequantize(gguf.quantize(weight.numpy(), number), number)
+        theirs = (torch.from_numpy(nearest) - weight).square().sum()
+        assert (read - weight).square().sum() < 0.95 * theirs
+
+
+def test_minima_and_small_groups_lose_less_at_the_same_width():
+    weight = torch.randn(16, 512, generator=torch.Generator().manual_seed(0))
+
+    def lost(bits, *, whole):
+        kind = TYPES[whole, bits]
+        options = {"group_size": kind.group, "super_blocks": whole}
+        grid = gguf_grid(weight, bits, **options)
+        return float((grid.fake(weight) - weight).square().mean())
+
+    for bits in (4, 5):
+        assert TYPES[True, bits].row_bytes(512) == TYPES[False, bits].row_bytes(512)
+        assert lost(bits, whole=True) < 0.9 * lost(bits, whole=False)
+    ratios = [lost(b, whole=True) / lost(b + 1, whole=True) for b in (2, 3, 4, 5)]
+    assert all(2.8 < ratio < 5.5 for ratio in ratios)  # about 4, a bit more or less
 
 
 def test_blocks_refuse_what_they_cannot_hold():
-    weight, scale = torch.zeros(1, 32), torch.full((1, 32), 0.5)
-    middle = torch.full((1, 32), 8.0)
-    for grid, what in (
+    weight, scale = torch.zeros(1, 256), torch.full((1, 256), 0.5)
+    middle = torch.full((1, 256), 8.0)
+    four, long = TYPES[False, 4], TYPES[True, 4]
+    for kind, grid, what in (
         (
+            four,
             Grid(scale + 1e-5, middle, 4),
             "fc does not fit Q4_0: its scales are no 16-bit",
         ),
-        (Grid(scale, middle - 0.5, 4), "the code of 0 must be 8 everywhere"),
+        (four, Grid(scale, middle - 0.5, 4), "the code of 0 must be 7 or 8"),
+        (
+            long,
+            Grid(scale + 1e-5, middle, 4),
+            "its scales are not 1 to 63 times a 16-bit float",
+        ),
+        (
+            long,
+            Grid(scale, middle + torch.arange(8.0).repeat_interleave(32) / 99, 4),
+            "its minima are not 0 to 63 times a 16-bit float",
+        ),
     ):
         with pytest.raises(ompq.errors.ExportError, match=what):
-            TYPES[4].rows(weight, grid, "fc")
+            kind.rows(weight, grid, "fc")
     with pytest.raises(
         ompq.errors.ExportError, match="its 24 inputs are not a multiple of 3"
     ):
-        TYPES[4].rows(weight[:, :24], Grid(scale[:, :24], middle[:, :24], 4), "fc")
-    with pytest.raises(
-        ompq.errors.ExportError, match="fc has 3 bits, .* use 4, 5, 8 or 32"
-    ):
-        type_of(3, "fc")
+        four.rows(weight[:, :24], Grid(scale[:, :24], middle[:, :24], 4), "fc")
+    for whole, known in ((False, "4, 5, 8 or 32"), (True, "2, 3, 4, 5, 6, 8 or 32")):
+        with pytest.raises(
+            ompq.errors.ExportError, match=f"fc has 7 bits, .* use {known}"
+        ):
+            type_of(7, "fc", super_blocks=whole)
 
 
 @pytest.mark.parametrize(
@@ -158,15 +204,69 @@ def test_the_file_is_as_large_as_planned_and_computes_the_same(planned, tmp_path
     )
 
 
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize("sizes", [{}, WIDE, {"intermediate_size": 256}])
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_width_costs_what_the_table_says(tied, tmp_path):
-    network = decoder(tmp_path, tie_word_embeddings=tied)
-    for bits in (*TYPES, 32):
-        config = ompq.PlanConfig(target="gguf", pinned={"*": bits})
-        plan = ompq.plan(network, tokens(), "1MiB", config)
+def test_every_width_costs_what_the_table_says(tied, sizes, tmp_path):
+    network = decoder(tmp_path, tie_word_embeddings=tied, **sizes)
+    for bits in (2, 3, 4, 5, 6, 8, 32) if sizes == WIDE else (4, 5, 8, 32):
+        options = {"score": "weight_noise", "pinned": {"*": bits}}
+        config = ompq.PlanConfig(target="gguf", **options)
+        plan = ompq.plan(network, tokens(), "9MiB", config)
         quantized = ompq.quantize(network, plan, tokens())
         path = tmp_path / f"{bits}.gguf"
-        assert ompq.export(quantized, path, tokens()).bytes == plan.totals["gguf_bytes"]
+        result = ompq.export(quantized, path, tokens())
+        assert result.bytes == plan.totals["gguf_bytes"]
+        kinds = {one.container for one in result.weights} - {"F32"}
+        wanted = {
+            TYPES[whole, bits].name for whole in (False, True) if bits in GIVEN[whole]
+        }
+        assert kinds <= wanted and (bits == 32 or kinds)
+        assert (kinds == wanted) == (
+            sizes == {"intermediate_size": 256} or len(wanted) < 2
+        )
+
+
+def test_rows_decide_which_widths_a_layer_may_have(tmp_path):
+    network = decoder(tmp_path, intermediate_size=256)
+    plan = ompq.plan(network, tokens(), "150KiB", GGUF)
+    for unit, allowed in zip(plan.graph.units, plan.allowed, strict=True):
+        found = {c.weight for c, one in zip(plan.choices, allowed, strict=True) if one}
+        long = unit.name.endswith("down_proj")
+        assert found == ({2, 3, 4, 5, 6, 8} if long else {4, 5, 8})
+        assert unit.super_blocks == long
+    odd = decoder(tmp_path / "odd", intermediate_size=40)
+    with pytest.raises(
+        ompq.errors.TargetError,
+        match=r"rows have 40 weights and must be multiples of 256 \(2 bits\), .*32 \(4",
+    ):
+        ompq.plan(odd, tokens(), "150KiB", GGUF)
+    pinned = ompq.PlanConfig(target="gguf", pinned={"*down_proj": 32})
+    assert ompq.plan(odd, tokens(), "150KiB", pinned)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_super_blocks_survive_files_and_learning(learned, tmp_path):
+    network = decoder(tmp_path, **WIDE)
+    config = ompq.PlanConfig(target="gguf", score="weight_noise")
+    plan = ompq.plan(network, tokens(), "290KiB", config)
+    widths = {choice.weight for choice in plan.allocation.values()}
+    assert {2, 3, 4} & widths and len(widths) > 1
+    quantized = ompq.quantize(network, plan, tokens())
+    if learned:
+        config = ompq.ReconstructConfig(rounding=ompq.RoundingConfig(iterations=3))
+        quantized = ompq.reconstruct(quantized, network, tokens(), config)
+    ompq.save(quantized, tmp_path / "net.ompq.safetensors")
+    again = ompq.load(tmp_path / "net.ompq.safetensors", network)
+    with torch.no_grad():
+        assert again(tokens()).logits.equal(quantized(tokens()).logits)
+    result = ompq.export(quantized, tmp_path / "m.gguf", tokens())
+    assert result.bytes == plan.totals["gguf_bytes"] <= 290 * 1024
+    assert result.simulated.logits <= result.limit < 0.6
+    with pytest.raises(ompq.errors.ExportError, match="cannot hold the minima of bl"):
+        ompq.export(quantized, tmp_path / "m.onnx", tokens())
 
 
 def test_feedback_beats_the_nearest_codes(planned, tmp_path):
@@ -250,9 +350,7 @@ def test_what_cannot_be_written_is_refused(planned, tmp_path):
     with pytest.raises(ompq.errors.ExportError, match="more than the budget of gguf:"):
         ompq.export(quantized, path, tokens(), ompq.ExportConfig(budget=small))
     by_bytes = ompq.quantize(network, {"*": (4, 32)}, tokens())
-    with pytest.raises(
-        ompq.errors.ExportError, match="lm_head does not fit Q4_0: the code of"
-    ):
+    with pytest.raises(ompq.errors.ExportError, match="lm_head does not fit Q4_0: "):
         ompq.export(by_bytes, path, tokens())
     biased = copy.deepcopy(quantized)
     layer = biased.model.layers[0].mlp.up_proj
@@ -324,3 +422,36 @@ def test_learned_rounding_fits_the_same_file(planned, tmp_path):
         better, tmp_path / "m.gguf", tokens(), ompq.ExportConfig(budget=plan.budget)
     )
     assert result.bytes == plan.totals["gguf_bytes"]
+
+
+def test_networks_load_from_gguf_files(tmp_path):
+    own = tokenizer("digits")
+    network = decoder(tmp_path, splitter=own, tie_word_embeddings=True)
+    ompq.export(network, tmp_path / "m.gguf", tokens())
+    loaded = ompq.load_model(f"transformers:{tmp_path / 'm.gguf'}")
+    with torch.no_grad():
+        assert loaded.module(tokens()).logits.allclose(network(tokens()).logits)
+    text = "the cats' 98765 logs  'tis 3"
+    again = load_tokenizer(loaded.tokenizer)
+    assert again(text)["input_ids"] == own(text)["input_ids"]
+    plan = ompq.plan(loaded.module, tokens(), "80KiB", GGUF)
+    quantized = ompq.quantize(loaded.module, plan, tokens())
+    assert ompq.export(quantized, tmp_path / "n.gguf", tokens()).bytes <= 80 * 1024
+    name = gguf.GGUFReader(tmp_path / "n.gguf").get_field("general.name").contents()
+    assert name == "m"
+    loaded.module.save_pretrained(tmp_path / "folder")  # as floats
+    floats = ompq.load_model(f"transformers:{tmp_path / 'folder'}").module
+    assert floats.lm_head.weight.equal(network.lm_head.weight)
+    blank = ompq.load_model(f"transformers:{tmp_path / 'm.gguf'}", "none").module
+    assert blank.config.hidden_size == 64
+    assert not torch.equal(blank.lm_head.weight, network.lm_head.weight)
+
+
+def test_gguf_files_that_cannot_be_read_say_so(tmp_path, monkeypatch):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF" + bytes(60))
+    with pytest.raises(ompq.errors.ModelError, match="m.gguf cannot be built: "):
+        ompq.load_model(f"transformers:{path}")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ompq.errors.MissingExtraError, match=r"ompq\[gguf\]"):
+        ompq.load_model(f"transformers:{path}")

@@ -573,6 +573,20 @@ def test_groups_that_cannot_be_are_refused(name, size):
         LayerGraph.from_json(data)
 
 
+def test_super_blocks_need_whole_rows():
+    grouped = trace(tokens(), images(2)).grouped(32)
+    assert grouped.with_super_blocks() == grouped  # no row of 256
+    data = json.loads(json.dumps(grouped.to_json()))
+    for unit in data["units"]:
+        unit["super_blocks"] = unit["name"] == "up"
+    with pytest.raises(
+        ValueError,
+        match=f"unit up with rows of {grouped['up'].row_length} and groups of 32 "
+        "cannot have super-blocks of 256",
+    ):
+        LayerGraph.from_json(data)
+
+
 class Rotary(nn.Module):
     """Attention whose queries are turned: parts of one tensor are added and joined."""
 

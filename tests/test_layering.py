@@ -15,6 +15,7 @@ ORDER = {
     "lazy_names": "",
     "errors": "",
     "optional_libraries": "",
+    "tokenizers": "",
     "amounts": "",
     "bit_widths": "",
     "offload": "",
@@ -51,7 +52,7 @@ ORDER = {
     "plans": "",
     "layers": "",
     "quantization": "products activation_sites error_feedback equalization "
-    "given_bits weight_grids assembly calibration moments record pipeline",
+    "given_bits gguf_grids weight_grids assembly calibration moments record pipeline",
     "reconstruction": "block_layout block_fisher block_data descent phases rounding "
     "tuning block_loop",
     "evaluation_result": "",

@@ -142,6 +142,8 @@ def test_a_unit_without_a_choice_is_named():
         (("operators", "winograd"), OPERATOR, 'operator "winograd" is unknown; '),
         (("operators", "linaer"), OPERATOR, r"unknown \(did you mean linear\?\)"),
         (("name",), 3, '"name" must be a non-empty string'),
+        (("row_multiples",), {"3": 0}, "row_multiples: '3': 0 must be a width"),
+        (("row_multiples",), {"9": 32}, "row_multiples: '9': 32 must be a width"),
         (("coded",), "no", "coded must be true or false, not 'no'"),
         (
             ("operators", "default"),

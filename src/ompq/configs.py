@@ -28,7 +28,7 @@ Accounting = Literal["packed", "paper"]
 Storage = Literal["fixed", "coded"]
 Decreasing = Literal["exp(-x)", "-log(x)", "-x", "-x^3", "-exp(x)"]
 Granularity = Literal["layer", "block", "stage", "net"]
-WeightKind = Literal["affine", "midrise", "midtread", "symmetric"]
+WeightKind = Literal["affine", "midrise", "midtread", "symmetric", "gguf"]
 RangeMethod = Literal["minmax", "percentile", "mse", "fisher", "shrink"]
 BlockLossKind = Literal["squared", "fisher", "low_rank_fisher"]
 LatencyTable: TypeAlias = Mapping[str, Mapping[str, float]]  # unit → "W4A8" → ms
@@ -265,7 +265,9 @@ class PlanConfig(Config):
 class QuantizeConfig(Config):
     """How a network is quantized before any reconstruction."""
 
-    weight_grid: WeightKind = setting("affine", "Kind of grid for the weights.")
+    weight_grid: WeightKind = setting(
+        "affine", "Kind of grid for the weights; gguf means those of GGUF's types."
+    )
     weight_range: Literal["search", "minmax", "shrink"] = setting(
         "search",
         "How clipping ranges of weights are found: by the least error, by all weights "
@@ -317,12 +319,6 @@ class QuantizeConfig(Config):
         "Number of inputs of a linear layer that share a scale in each output channel; "
         "None means one scale per channel. A plan has its own (PlanConfig).",
         check=_group_problem,
-    )
-    half_scales: bool = setting(
-        False,
-        "Whether scales of weights are 16-bit floats, as in GGUF files. Otherwise "
-        "those of groups take a byte each in a packed file, and others are 32-bit "
-        "floats.",
     )
     batch_size: int = setting(64, "Maximum number of samples per forward pass.", COUNT)
     output: str | None = setting(

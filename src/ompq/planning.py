@@ -25,6 +25,7 @@ from ompq.network.units import (
     Choice,
     LayerGraph,
     LiveTensor,
+    Unit,
     by_bits,
     select,
 )
@@ -235,6 +236,9 @@ def _planned_graph(
         )
         graph = graph.untie().tie([names for names in every if names])
     graph = graph.grouped(config.group_size) if config.group_size else graph
+    target = _target(config)
+    if target is not None and target.settings.get("weight_grid") == "gguf":
+        graph = graph.with_super_blocks()
     return graph.tie(config.tied) if config.tied else graph
 
 
@@ -366,8 +370,20 @@ def _taken(
                 f"{shorten(given)}: for {unit.kind} it supports weights of {weights} "
                 f"bits and inputs of {inputs} (32 is float)"
                 + ("" if target.coded else ", and none that are coded")
+                + _row_problem(unit, target)
             )
     return takes
+
+
+def _row_problem(unit: Unit, target: Target) -> str:
+    needed = target.row_multiples
+    if all(unit.row_length % count == 0 for count in needed.values()):
+        return ""
+    counts = ", ".join(f"{count} ({bits} bits)" for bits, count in needed.items())
+    return (
+        f"; its rows have {unit.row_length} weights and must be multiples of {counts}. "
+        "Pin it to 32 bits to leave it in float"
+    )
 
 
 def _pinned_choices(bits: Pin, activations: Sequence[int]) -> list[Choice]:

@@ -12,7 +12,8 @@ A profile is a small JSON file::
 Operators are kinds of units (conv, depthwise, pointwise, grouped, transposed, linear,
 embedding, recurrent); ``default`` stands for all others. ``"coded": false``, beside the
 name, says that the target cannot decode entropy-coded weights; ``"file": "gguf"`` that
-sizes in budgets are those of a GGUF file; and ``"settings"`` has fields of
+sizes in budgets are those of a GGUF file; ``"row_multiples": {"3": 256}`` that weights
+of 3 bits need rows of a multiple of 256; and ``"settings"`` has fields of
 :class:`ompq.QuantizeConfig` that the target requires, unless others are given.
 ``symmetric`` in older profiles is ignored: weights in exported files are always
 symmetric.
@@ -63,6 +64,8 @@ class Target:
     file: str = ""  # what a budget's size limits: ``gguf``; the packed file if empty
     # Fields of QuantizeConfig that the target requires.
     settings: Mapping[str, Any] = field(default_factory=dict)
+    # What the length of a weight's rows must be a multiple of, by the weight's bits.
+    row_multiples: Mapping[int, int] = field(default_factory=dict)
 
     def operator(self, unit: Unit) -> OperatorSupport:
         """Return what the target supports for a unit."""
@@ -75,6 +78,7 @@ class Target:
             choice.weight in operator.weight_bits
             and choice.activation in operator.activation_bits
             and (self.coded or not choice.rate)
+            and unit.row_length % self.row_multiples.get(choice.weight, 1) == 0
         )
 
     def no_speed_up(self, unit: Unit, choice: Choice) -> str:
@@ -91,6 +95,8 @@ class Target:
         coded = {} if self.coded else {"coded": False}
         more: dict[str, Any] = {"file": self.file} if self.file else {}
         more |= {"settings": dict(self.settings)} if self.settings else {}
+        rows = {str(bits): count for bits, count in self.row_multiples.items()}
+        more |= {"row_multiples": rows} if rows else {}
         about = {"format": FORMAT, "name": self.name, **coded, **more}
         return {**about, "operators": kinds}
 
@@ -114,7 +120,8 @@ class Target:
         try:
             coded = convert_json(data.get("coded", True), bool, "coded")
             read = {kind: _operator(kind, one) for kind, one in kinds.items()}
-            return cls(name, read, coded, _file(data), _settings(data))
+            settings, rows = _settings(data), _row_multiples(data)
+            return cls(name, read, coded, _file(data), settings, rows)
         except ValueError as error:
             raise TargetError(str(error)) from error
 
@@ -147,6 +154,19 @@ def _file(data: Mapping[str, Any]) -> str:
     if file not in _FILES:
         raise ValueError(f'"file" must be one of {", ".join(_FILES[1:])}, or omitted')
     return str(file)
+
+
+def _row_multiples(data: Mapping[str, Any]) -> Mapping[int, int]:
+    given = convert_json(data.get("row_multiples", {}), dict[str, Any], "row_multiples")
+    found = {}
+    for bits, count in given.items():
+        if bits not in map(str, _WIDTHS) or type(count) is not int or count < 1:
+            raise ValueError(
+                f"row_multiples: {bits!r:.20}: {count!r:.20} must be a width from 2 to "
+                "8, or 32, and a number of weights"
+            )
+        found[int(bits)] = count
+    return found
 
 
 def _settings(data: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -90,8 +90,8 @@ class NetworkOptions:
         argument(
             "NETWORK",
             "torchvision:NAME, timm:NAME, cifar:resnet20, ompq:demo, "
-            "transformers:FOLDER (a decoder's config.json and weights), or "
-            "FILE.py:FUNCTION, your own function that returns the network.",
+            "transformers:FOLDER (a decoder's config.json and weights, or a .gguf "
+            "file), or FILE.py:FUNCTION, your own function that returns the network.",
         ),
     ]
     weights: str | None = option(

@@ -29,7 +29,6 @@ from ompq.datasets.images import ImageFiles, decode_image, find_images, normalis
 from ompq.errors import DataError, DeviceMemoryError, check_counts, shorten
 from ompq.models.builtin_networks import demo_data
 from ompq.models.named_models import NamedModel, output_count
-from ompq.optional_libraries import optional_library
 from ompq.progress import Progress
 from ompq.samples import (
     batch_length,
@@ -41,6 +40,7 @@ from ompq.samples import (
     to_device,
     token_ids,
 )
+from ompq.tokenizers import load_tokenizer
 from ompq.user_functions import call_user_function, is_user_function, reason
 
 # An input (a tensor, or a tuple or dict of tensors) and its target: a class index, -1
@@ -286,10 +286,8 @@ def _from_text(path: Path, model: NamedModel) -> Data:
         raise DataError(
             f"{path}: {model.name} has no tokenizer; give token ids: FILE.py:FUNCTION"
         )
-    library = optional_library("transformers", "transformers")
-    load = library.AutoTokenizer.from_pretrained
     try:
-        tokenize = load(model.tokenizer, trust_remote_code=False)
+        tokenize = load_tokenizer(model.tokenizer)
         ids = torch.tensor(tokenize(path.read_text(), verbose=False)["input_ids"])
     except (OSError, ValueError) as error:
         raise DataError(

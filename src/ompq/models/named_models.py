@@ -26,6 +26,7 @@ from ompq.models.weight_files import check_weights, load_weights
 from ompq.network.observation import copy_network
 from ompq.optional_libraries import optional_library, torchvision_library
 from ompq.samples import evaluating, first_tensor, model_device
+from ompq.tokenizers import is_gguf_file
 from ompq.user_functions import call_user_function, is_user_function, reason
 
 _LOG = logging.getLogger(__name__)
@@ -85,9 +86,9 @@ def load_model(name: str, weights: str | os.PathLike[str] | None = None) -> Name
     Args:
         name: ``torchvision:NAME``, ``timm:NAME``, ``cifar:NAME``,
             ``transformers:SOURCE`` or ``file.py:function``. SOURCE is a folder with a
-            decoder's ``config.json`` and weights, that file alone, or a name on the
-            Hugging Face hub. The user's file is executed; its function takes no
-            argument and returns the network.
+            decoder's ``config.json`` and weights, that file alone, a ``.gguf`` file,
+            or a name on the Hugging Face hub. The user's file is executed; its
+            function takes no argument and returns the network.
         weights: A file that :func:`load_weights` can read; ``"none"`` for random
             weights from a fixed seed; None for the library's own pretrained weights,
             which may be downloaded, or those that the user's function sets.
@@ -253,22 +254,36 @@ def _from_transformers(name: str, source: str, *, pretrained: bool) -> NamedMode
         raise ModelError(
             f"{name}: there is no folder {source}; give one that holds config.json"
         )
-    if local and pretrained and not any(path.glob("*.safetensors")):
+    gguf = local and is_gguf_file(path)
+    if local and pretrained and not gguf and not any(path.glob("*.safetensors")):
         raise ModelError(f"{source} holds no weights (*.safetensors). {INSTEAD}")
-    decoder, place = library.AutoModelForCausalLM, path if local else source
+    decoder, place, options = library.AutoModelForCausalLM, source, dict[str, Any]()
+    if gguf:
+        optional_library("gguf", "gguf")
+        place, options = os.fspath(path.parent), {"gguf_file": path.name}
     try:
         with nullcontext() if local else downloading("transformers", name):
             if pretrained:
                 # Half precision cannot represent the values of a quantization grid.
-                options = {"dtype": torch.float32, "trust_remote_code": False}
+                options |= {"dtype": torch.float32, "trust_remote_code": False}
                 module = decoder.from_pretrained(place, **options)
             else:
-                module = decoder.from_config(library.AutoConfig.from_pretrained(place))
+                config = library.AutoConfig.from_pretrained(place, **options)
+                module = decoder.from_config(config)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{name} cannot be built: {reason(error)}") from error
+    if gguf:
+        _forget_types(module, source)
     origin = source if local else f"transformers {source}"
     described = _describe(_linearize(module), name)
     return replace(described, weights=origin, tokenizer=source)
+
+
+def _forget_types(module: Any, source: str) -> None:
+    """Make a network that was read from a GGUF file one of plain float weights."""
+    module.config.__dict__.pop("quantization_config", None)
+    module.hf_quantizer = None
+    module.name_or_path = module.config._name_or_path = source
 
 
 def with_linear_layers(model: nn.Module) -> nn.Module:

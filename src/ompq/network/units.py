@@ -33,6 +33,8 @@ IN_PLACE = ("embedding", "recurrent")
 # Kinds whose weights, (out, in), may have a scale for each group of inputs. Those of an
 # embedding are tokens and channels.
 GROUPED = ("linear", "recurrent", "embedding")
+SUPER_BLOCK = 256  # weights of a super-block in GGUF files
+_SMALL_GROUPS = {2: 16, 3: 16, 6: 16}  # of super-blocks, by the width of the weights
 
 
 class Choice(NamedTuple):
@@ -140,6 +142,8 @@ class Unit:
         input_bits: Bits of its input if a plan fixes them for every choice, or 0.
         group_size: Number of inputs whose weights share a scale within an output
             channel; 0 for one scale per channel.
+        super_blocks: Whether groups are those of GGUF's types with super-blocks, where
+            some widths have smaller groups and zero points are any numbers.
     """
 
     name: str
@@ -161,6 +165,7 @@ class Unit:
     shared: bool = False
     input_bits: Count = 0
     group_size: Count = 0
+    super_blocks: bool = False
 
     @property
     def replaced(self) -> bool:
@@ -175,11 +180,18 @@ class Unit:
         """Number of weights."""
         return prod(self.weight_shape)
 
+    @property
+    def row_length(self) -> int:
+        """Number of weights of an output channel."""
+        return self.weights // self.out_channels
+
     def shared_by(self, choice: Choice) -> int:
         """Return how many inputs share a scale at a choice; 0 for one per channel.
 
         Coded weights need no groups: the entropy coder adapts to their magnitudes.
         """
+        if self.super_blocks and choice.weight in _SMALL_GROUPS:
+            return _SMALL_GROUPS[choice.weight]
         return 0 if choice.rate else self.group_size
 
     def scales(self, choice: Choice) -> int:
@@ -312,6 +324,16 @@ class LayerGraph:
         )
         return replace(self, units=tuple(units))
 
+    def with_super_blocks(self) -> "LayerGraph":
+        """Return a graph in which rows of whole super-blocks consist of them."""
+        units = (
+            replace(u, super_blocks=u.weight_shape[1] % SUPER_BLOCK == 0)
+            if u.group_size
+            else u
+            for u in self.units
+        )
+        return replace(self, units=tuple(units))
+
     def differing(self, other: "LayerGraph") -> list[str]:
         """Return the units that two graphs do not have in common with equal shapes."""
         ours, theirs = (
@@ -325,7 +347,7 @@ class LayerGraph:
         """Return plain data for JSON."""
         # ``asdict`` would be slow for graphs with thousands of units. Fields that no
         # unit uses are left out, as in files written before there were such fields.
-        optional = ("input_bits", "group_size")
+        optional = ("input_bits", "group_size", "super_blocks")
         unused = {n for n in optional if not any(getattr(u, n) for u in self.units)}
         names = [f.name for f in fields(Unit) if f.name not in unused]
         units = [{n: getattr(u, n) for n in names} for u in self.units]
@@ -347,6 +369,12 @@ class LayerGraph:
                     f"{_MOST_WEIGHTS:,} are supported"
                 )
             known = unit.group_size in GROUP_SIZES and unit.kind in GROUPED
+            whole = unit.group_size > 0 and axes[-1] % SUPER_BLOCK == 0
+            if unit.super_blocks and not whole:
+                raise ValueError(
+                    f"unit {unit.name:.80} with rows of {axes[-1]} and groups of "
+                    f"{unit.group_size} cannot have super-blocks of {SUPER_BLOCK}"
+                )
             if unit.group_size and not (known and len(axes) == 2):
                 raise ValueError(
                     f"unit {unit.name:.80} ({unit.kind:.80}) cannot have groups of "

@@ -71,6 +71,7 @@ class Encoding(IntFlag):
     MULTIPLES = 2  # its scales are bytes times one number
     CENTRED = 4  # all zero points are the middle code, and not stored
     HALF_BIASES = 8  # its biases are stored in 16 bits
+    FREE_ZEROS = 16  # its zero points are 32-bit floats
 
 
 _FIXED = Encoding(0)
@@ -96,6 +97,7 @@ class PackedUnit:
             Encoding.CENTRED: (grid.zero_point == _middle(grid.bits)).all(),
             Encoding.HALF_BIASES: bias is not None
             and torch.equal(bias.half().float(), bias),
+            Encoding.FREE_ZEROS: not in_steps(grid.zero_point, grid.bits),
         }
         encoding = Encoding(sum(flag for flag, holds in found.items() if holds))
         if not coded:
@@ -129,7 +131,9 @@ class PackedUnit:
 
     @property
     def zero_points(self) -> Tensor:
-        """Its zero points as they are stored, uint8, one each or none."""
+        """Its zero points as they are stored, one each or none."""
+        if Encoding.FREE_ZEROS in self.encoding:
+            return self.grid.zero_point
         steps = (self.grid.zero_point / zero_step(self.grid.bits)).to(torch.uint8)
         return steps[:0] if Encoding.CENTRED in self.encoding else steps
 
@@ -171,6 +175,12 @@ def zero_step(bits: int) -> float:
     return 0.5 if bits <= LARGEST_HALF_BITS else 1.0
 
 
+def in_steps(zero_point: Tensor, bits: int) -> bool:
+    """Return whether zero points are bytes times :func:`zero_step`."""
+    steps = zero_point / zero_step(bits)
+    return bool((steps == steps.to(torch.uint8)).all())
+
+
 def channel_axis_of(unit: Unit) -> int:
     """Return the axis of a unit's weight along which scales differ."""
     return 1 if unit.kind == "transposed" else 0
@@ -178,7 +188,8 @@ def channel_axis_of(unit: Unit) -> int:
 
 def broadcast_grid(grid: Grid, unit: Unit, device: torch.device) -> Grid:
     """Return a grid of (C,) or (C, G) shaped to broadcast with the unit's weight."""
-    group_size = unit.group_size if grid.scale.dim() == 2 else 0
+    grouped = Choice(grid.bits, FLOAT_BITS) if grid.scale.dim() == 2 else None
+    group_size = 0 if grouped is None else unit.shared_by(grouped)
     scale, zero_point = (
         like_weight(
             values.to(device), unit.weight_shape, channel_axis_of(unit), group_size
@@ -211,11 +222,14 @@ def vectors(contents: Contents) -> dict[str, Tensor]:
     """Return the vectors of a packed file, none of them compressed."""
     units, grids, state = contents.units, contents.activations, contents.state.values()
     others = [t for t in map(_kept, state) if t.dtype != torch.float32]
-    codes = [one.stream for one in units] + [one.zero_points for one in units]
+    zeros = [one.zero_points for one in units]
+    codes = [one.stream for one in units]
+    codes += [values for values in zeros if values.dtype == torch.uint8]
     codes += [t.contiguous().flatten().view(torch.uint8) for t in others]
     own = [one.scales for one in units] + [one.biases for one in units]
     halves = [values for values in own if values.dtype == torch.float16]
     numbers = [
+        *(values for values in zeros if values.dtype == torch.float32),
         *(values for values in own if values.dtype == torch.float32),
         *(grid.scale for grid in grids),
         *(grid.zero_point for grid in grids),
@@ -446,15 +460,14 @@ def _read_units(
     # The file has zero points of all units, then scales of all, then biases of all.
     shapes = [_grid_shape(unit, record.allocation[unit.name]) for unit in units]
     zeros = [
-        codes.take(0 if Encoding.CENTRED in encoding else prod(shape))
+        (numbers if Encoding.FREE_ZEROS in encoding else codes).take(
+            0 if Encoding.CENTRED in encoding else prod(shape)
+        )
         for (_, _, encoding, _), shape in zip(found, shapes, strict=True)
     ]
     grids = []
     for (unit, bits, how, _), shape, zero in zip(found, shapes, zeros, strict=True):
-        if Encoding.CENTRED in how:
-            zero_point = torch.full(shape, _middle(bits))
-        else:
-            zero_point = zero.reshape(shape).to(torch.float32) * zero_step(bits)
+        zero_point = _zero_point(zero, bits, how, shape)
         if Encoding.MULTIPLES in how:
             places = multiples.take(prod(shape))
             scale = multiply_scales(numbers.take(1), places)
@@ -468,6 +481,15 @@ def _read_units(
         bias = None if unit.name in unbiased else held.take(unit.out_channels).float()
         packed.append(PackedUnit(unit, grid, stream, bias, how))
     return tuple(packed)
+
+
+def _zero_point(
+    stored: Tensor, bits: int, how: Encoding, shape: tuple[int, ...]
+) -> Tensor:
+    if Encoding.CENTRED in how:
+        return torch.full(shape, _middle(bits))
+    step = 1.0 if Encoding.FREE_ZEROS in how else zero_step(bits)
+    return stored.reshape(shape).to(torch.float32) * step
 
 
 def _grid_shape(unit: Unit, choice: Choice) -> tuple[int, ...]:

@@ -275,8 +275,9 @@ def _flat_grid(
 ) -> Grid:
     """Return the grid of a unit's weight as it is stored, (C,) or (C, G)."""
     step = zero_step(bits)
-    zero_point = state[f"{unit.parameter}_zero_point"].detach() / step
-    zero_point = _exactly(zero_point, torch.uint8, f"{unit.name}: zero / {step:g}")
+    zero_point = state[f"{unit.parameter}_zero_point"].detach().cpu()
+    if not unit.super_blocks:
+        _exactly(zero_point / step, torch.uint8, f"{unit.name}: zero / {step:g}")
     scale = state[f"{unit.parameter}_scale"]
     scale = _exactly(scale, torch.float32, f"{unit.name}: scale")
     if not ((scale >= _SCALES[0]) & (scale <= _SCALES[1])).all():
@@ -284,7 +285,7 @@ def _flat_grid(
             f"{unit.name}: scales must be within {_SCALES[0]:g} and {_SCALES[1]:g}, "
             f"not {scale.min():g} to {scale.max():g}; quantize the network again"
         )
-    return Grid(scale, zero_point.to(torch.float32) * step, bits, narrow)
+    return Grid(scale, zero_point.to(torch.float32), bits, narrow)
 
 
 def _exactly(values: Tensor, kind: torch.dtype, what: str) -> Tensor:

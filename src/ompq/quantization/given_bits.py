@@ -33,7 +33,7 @@ def resolve_choices(
             )
         output = config.output or plan.output
         _check_storable(graph, plan.allocation)
-        return graph.grouped(planned), plan.allocation, output
+        return _grouped(graph, planned, config), plan.allocation, output
     if not isinstance(plan, Allocation):
         if not isinstance(plan, Mapping):
             raise TypeError(
@@ -48,7 +48,12 @@ def resolve_choices(
             'give them, or "*" for all (32 keeps a layer float)'
         )
     _check_storable(graph, plan)
-    return graph.grouped(config.group_size), plan, config.output
+    return _grouped(graph, config.group_size, config), plan, config.output
+
+
+def _grouped(graph: LayerGraph, size: int | None, config: QuantizeConfig) -> LayerGraph:
+    graph = graph.grouped(size)
+    return graph.with_super_blocks() if config.weight_grid == "gguf" else graph
 
 
 def _check_storable(graph: LayerGraph, bits: Allocation) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ompq.allocation.problem import Allocation
 from ompq.configs import QuantizeConfig
 from ompq.costs import can_be_coded, coded_bytes
-from ompq.entropy_coding.rates import LARGEST_HALF, coded_grid, to_multiples
+from ompq.entropy_coding.rates import coded_grid, to_multiples
 from ompq.errors import QuantizationError
 from ompq.grids import Grid, like_weight, of_groups
 from ompq.network.units import Choice, LayerGraph, Unit
@@ -25,6 +25,7 @@ from ompq.quantization.error_feedback import (
     input_grams,
     round_with_feedback,
 )
+from ompq.quantization.gguf_grids import gguf_grid
 from ompq.samples import Samples
 from ompq.weight_ranges import channel_rows, minmax_weight, search_weight, shrunk_weight
 
@@ -34,7 +35,6 @@ WeightGrid: TypeAlias = Callable[[Unit, Tensor, int], tuple[Grid, Tensor]]
 
 ROUNDING = "rounding weights"
 
-_LEAST_HALF = 2.0**-24  # the least positive float of 16 bits
 _LARGEST_FEEDBACK_BITS = 6  # above, rounding to nearest loses next to nothing
 
 
@@ -85,21 +85,12 @@ def find_weight_grids(
             # A single step suits the channels best as they were before equalization.
             factor = channel_factor(unit, weight, axis, factors)
             return _coded_weight(unit, choice, weight, axis, factor, gram)
-        bits = choice.weight
-        options: Any = {"channel_dim": axis, "group_size": unit.group_size}
-        if config.weight_range == "shrink":
-            grid = shrunk_weight(weight, bits, **options)
-        elif config.weight_range == "minmax":
-            grid = minmax_weight(weight, bits, kind=kind, **options)
-        else:
-            options |= {"kind": kind, "power": config.weight_power}
-            if gram is not None and not unit.group_size:
-                options["gram"] = channel_grams(gram, unit.out_channels)
-            grid = search_weight(weight.float(), bits, **options)
-        # Scales of groups, and halves, must stay what a file holds.
-        free = not (unit.group_size or config.half_scales)
-        if not free:
-            grid = _stored_scales(grid, weight, unit, config)
+        grid = _searched_grid(unit, choice, weight, axis, gram, config)
+        size = unit.shared_by(choice)
+        # Scales of groups must stay what a file holds.
+        free = not (size or kind == "gguf")
+        if size and kind != "gguf":
+            grid = replace(grid, scale=_byte_scales(grid.scale, weight, size))
         if gram is None:
             return grid, weight
         return round_with_feedback(weight, grid, gram, refit=free)
@@ -107,21 +98,38 @@ def find_weight_grids(
     return weight_grid
 
 
-def _stored_scales(
-    grid: Grid, weight: Tensor, unit: Unit, config: QuantizeConfig
+def _searched_grid(
+    unit: Unit,
+    choice: Choice,
+    weight: Tensor,
+    axis: int,
+    gram: Tensor | None,
+    config: QuantizeConfig,
 ) -> Grid:
-    """Round scales to 16-bit floats, or so that they take a byte in a packed file."""
-    if config.half_scales:
-        scale = grid.scale.clamp(_LEAST_HALF, LARGEST_HALF).half().to(grid.scale)
-        return replace(grid, scale=scale)
-    size = unit.group_size
-    scale = of_groups(grid.scale, size)
+    """Return the grid of a weight of fixed width, as the settings search for it."""
+    bits, size, kind = choice.weight, unit.shared_by(choice), config.weight_grid
+    if kind == "gguf":
+        whole = unit.super_blocks
+        return gguf_grid(weight.float(), bits, group_size=size, super_blocks=whole)
+    options: Any = {"channel_dim": axis, "group_size": size}
+    if config.weight_range == "shrink":
+        return shrunk_weight(weight, bits, **options)
+    if config.weight_range == "minmax":
+        return minmax_weight(weight, bits, kind=kind, **options)
+    options |= {"kind": kind, "power": config.weight_power}
+    if gram is not None and not size:
+        options["gram"] = channel_grams(gram, unit.out_channels)
+    return search_weight(weight.float(), bits, **options)
+
+
+def _byte_scales(scale: Tensor, weight: Tensor, size: int) -> Tensor:
+    """Round scales of groups so that they take a byte in a packed file."""
+    scale = of_groups(scale, size)
     # An all-zero group has an arbitrary scale, which must not become the largest.
     nonzero = channel_rows(weight, 0, size).any(1).view_as(scale)
     if nonzero.any():
         scale = torch.where(nonzero, scale, scale[nonzero].max())
-    scale = like_weight(to_multiples(scale), unit.weight_shape, group_size=size)
-    return replace(grid, scale=scale)
+    return like_weight(to_multiples(scale), weight.shape, group_size=size)
 
 
 def _coded_weight(

@@ -337,9 +337,7 @@ class SoftRounding:
             layer.weight.copy_(own)
             kept = own_scale[: layer.weight_scale.numel()]
             scale = layer.weight_scale
-            kept = kept.view_as(scale)
-            # Scales that a file holds in 16 bits stay such.
-            scale.copy_(kept.half() if layer.group_size and are_halves(scale) else kept)
+            scale.copy_(kept.view_as(scale))
             if layer.bias is not None:
                 layer.bias.copy_(own_bias)
 
@@ -485,7 +483,9 @@ def _rows(layer: QuantizedLayer) -> _Rows:
     scale = rows_of(layer, grid.scale.detach().expand_as(weight))
     scale = scale[:, :: layer.group_size or scale.shape[1]]
     floor = code.floor()
-    learnable = float(len(layer.weight_scale) == len(scale))
+    # Nor are scales that a file holds in 16 bits.
+    halves = layer.group_size > 0 and are_halves(layer.weight_scale)
+    learnable = float(len(layer.weight_scale) == len(scale) and not halves)
     return _Rows(
         low=floor.clamp(0, grid.qmax) - zero_point,
         free=((floor >= 0) & (floor < grid.qmax)).to(weight.dtype),

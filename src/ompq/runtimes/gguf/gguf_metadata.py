@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from ompq.errors import ExportError, MissingExtraError
+from ompq.errors import ExportError
+from ompq.tokenizers import load_tokenizer
 
 # Decoders of transformers that llama.cpp computes, and what it calls them.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}
@@ -20,15 +21,6 @@ _WORD_RULES = {
     (False, r"|\p{N}|"): "qwen2",
 }
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-
-
-def gguf_library() -> Any:
-    """Import and return gguf."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise MissingExtraError("gguf", "gguf") from error
-    return gguf
 
 
 def architecture(network: nn.Module) -> str:
@@ -89,20 +81,16 @@ def rope_base(config: Any) -> float:
 
 
 def tokenizer_of(network: nn.Module) -> Any:
-    """Return the tokenizer in the folder that a network was loaded from.
+    """Return the tokenizer in the folder or file that a network was loaded from.
 
     Raises:
         ExportError: There is none.
     """
-    import transformers
-
-    folder = str(getattr(network, "name_or_path", ""))
+    source = str(getattr(network, "name_or_path", ""))
     try:
-        if not folder or not Path(folder).is_dir():
-            raise ValueError(f"{folder or 'none'} is no folder")
-        return transformers.AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
-        )
+        if not source or not Path(source).exists():
+            raise ValueError(f"{source or 'none'} is no folder")
+        return load_tokenizer(source, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ExportError(
             "a GGUF file holds the tokenizer, and none was found in the folder that "

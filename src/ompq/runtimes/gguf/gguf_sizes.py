@@ -49,13 +49,13 @@ def _row(unit: Unit, problem: Problem) -> list[float]:
     for choice, offered in zip(problem.choices, allowed, strict=True):
         size = _FLOAT_BYTES * unit.weights
         if offered and choice.weight < FLOAT_BITS:
-            width = unit.weight_shape[1]
+            width, whole = unit.weight_shape[1], unit.super_blocks
             if width % BLOCK:
                 raise ExportError(
                     f"{unit.name} has {width} inputs, not a multiple of {BLOCK}, which "
                     "a GGUF block holds: pin it to 32 bits"
                 )
-            kind = type_of(choice.weight, unit.name)
+            kind = type_of(choice.weight, unit.name, super_blocks=whole)
             size = unit.weight_shape[0] * kind.row_bytes(width)
         row.append(float(_aligned(size)))
     return row

@@ -15,12 +15,12 @@ from ompq.grids import Grid, like_weight
 from ompq.layers import activation_quantizers
 from ompq.network.graph import RECORD
 from ompq.network.units import Unit
+from ompq.optional_libraries import optional_library
 from ompq.quantization.record import Quantization, quantization_of
 from ompq.runtimes.gguf.gguf_blocks import type_of
 from ompq.runtimes.gguf.gguf_metadata import (
     architecture,
     decoder_config,
-    gguf_library,
     head_size,
     rope_base,
 )
@@ -87,7 +87,7 @@ class _Layout:
     def __init__(self, network: nn.Module) -> None:
         self.network: Any = network
         self.config = decoder_config(network)
-        gguf, name = gguf_library(), architecture(network)
+        gguf, name = optional_library("gguf", "gguf"), architecture(network)
         kinds = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}
         self.swaps_rows = name == "llama"
         self._state = network.state_dict()
@@ -108,7 +108,7 @@ class _Layout:
             values = self._rows(key, parameter.float().cpu())
             return NamedTensor(name, _FLOAT, shape, FLOAT_BITS, values.numpy(), values)
         grid = self._grid(unit)
-        kind = type_of(grid.bits, unit.name)
+        kind = type_of(grid.bits, unit.name, super_blocks=unit.super_blocks)
         content = self._rows(
             key, torch.from_numpy(kind.rows(parameter, grid, unit.name))
         )

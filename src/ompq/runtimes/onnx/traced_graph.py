@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ompq.bit_widths import FLOAT_BITS
 from ompq.errors import ExportError, QuantizationError, shorten
 from ompq.grids import Grid, integer_weight, of_groups
 from ompq.integer.arithmetic import CodeGrid, IntegerWeight
@@ -39,8 +40,8 @@ from ompq.network.dataflow import OUTSIDE, Dataflow
 from ompq.network.graph import bias_key
 from ompq.network.observation import copy_network, is_script, open_modules, tensors_in
 from ompq.network.passive import CLIPS, COPIES, LAYOUTS, MERGES, POOLS, VIEWS
-from ompq.network.units import Unit
-from ompq.packed.format import broadcast_grid, quantized_units
+from ompq.network.units import Choice, Unit
+from ompq.packed.format import broadcast_grid, in_steps, quantized_units
 from ompq.quantization.record import quantization_of
 from ompq.runtimes.inspection import LENGTH
 from ompq.runtimes.onnx.weight_containers import (
@@ -625,7 +626,12 @@ class _Graph:
 
     def _blocks(self, unit: Unit, codes: Tensor, grid: Grid) -> IntegerWeight:
         """Dequantize a weight whose groups have scales and zero points."""
-        name, size = unit.name, unit.group_size
+        name, size = unit.name, unit.shared_by(Choice(grid.bits, FLOAT_BITS))
+        if not in_steps(grid.zero_point, grid.bits):
+            raise ExportError(
+                f"{name}: ONNX cannot hold the minima of blocks of GGUF; plan without "
+                "target='gguf'"
+            )
         # Codes are stored as they are, around the middle one.
         middle = torch.full((1, 1), float(1 << (grid.bits - 1)))
         weight = _whole(codes, replace(grid, zero_point=middle))
