@@ -18,7 +18,11 @@ from ompq.network.graph import trace
 from ompq.network.units import Choice
 from ompq.quantization.pipeline import quantize
 from ompq.quantization.record import quantization_of
+from ompq.reconstruction import block_loop
+from ompq.reconstruction.block_data import Arguments, BlockCache
+from ompq.reconstruction.block_layout import Layout
 from ompq.reconstruction.block_loop import reconstruct
+from ompq.reconstruction.descent import kept_if_better
 
 CUDA = (
     pytest.mark.cuda,
@@ -197,6 +201,54 @@ def test_what_learning_broke_is_put_back():
     assert not any(e.improved for e in quantization_of(result).errors)
     for key, value in quantized.state_dict().items():
         assert torch.equal(result.state_dict()[key], value)
+
+
+def test_what_helps_no_held_out_sample_is_not_kept(monkeypatch):
+    """A method that claims to improve blocks but breaks the network changes nothing."""
+    model = seeded(Chain())
+    quantized = quantized_at(model, 4, scenes(256))
+    seen = []
+
+    def learn(block, cache, *_):
+        seen.append((cache.learned_from, cache.held_out))
+        with torch.no_grad():
+            for layer in quantized_layers(block).values():
+                layer.bias += 1.0
+        return 1.0, 0.5
+
+    monkeypatch.setattr(block_loop, "learn_rounding", learn)
+    result = reconstruct(quantized, model, scenes(256))
+    assert seen and set(seen) == {(224, 32)}
+    for error in quantization_of(result).errors:
+        assert (error.before, error.after, error.improved) == (1.0, 1.0, False)
+    for key, value in quantized.state_dict().items():
+        assert torch.equal(result.state_dict()[key], value)
+    # With few samples there is nothing to judge by.
+    seen.clear()
+    result = reconstruct(quantized, model, scenes(64))
+    assert set(seen) == {(64, 0)}
+    assert all(error.improved for error in quantization_of(result).errors)
+
+
+def test_a_block_that_improves_for_seen_samples_only_is_put_back():
+    layer = quantized_layers(quantized_at(Chain(), 4, scenes(8)))["conv"]
+    x = scenes(16)
+    with torch.no_grad():
+        targets = layer(x)
+        targets[:12] += 1.0  # the last four are right as they are
+    arguments = Arguments(((x,), {}), [Layout(0)])
+    cache = BlockCache([x], targets, arguments, held_out=4)
+    assert torch.cat([*cache.judging(3)]).tolist() == [12, 13, 14, 15]
+    before = layer.bias.clone()
+    with kept_if_better(layer, cache, 8) as errors, torch.no_grad():
+        layer.bias += 1.0
+    assert errors[0] == 0 and errors[1] > 0
+    assert torch.equal(layer.bias, before)
+    cache.held_out = 0  # now all of them judge, and most improve
+    with kept_if_better(layer, cache, 8) as errors, torch.no_grad():
+        layer.bias += 1.0
+    assert errors[1] < errors[0]
+    assert torch.equal(layer.bias, before + 1.0)
 
 
 def test_float_network_is_refused():

@@ -271,6 +271,8 @@ def test_large_outputs_take_fewer_samples_a_step(shape, size):
     assert torch.equal(order, sample_order(torch.zeros(shape), config, 0))
     other = sample_order(torch.zeros(shape), RoundingConfig(iterations=7), 1)
     assert not torch.equal(order[:, :8], other[:, :8])
+    some = sample_order(torch.zeros(shape), config, 0, count=9)
+    assert some.max() < 9
 
 
 @pytest.mark.parametrize(

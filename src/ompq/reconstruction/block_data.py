@@ -80,6 +80,9 @@ class BlockCache:
     # The float network's inputs of the block, as ``inputs``; empty if not needed.
     float_inputs: list[Rows] = field(default_factory=list)
     batch_size: int = 64  # number of samples per forward pass of the networks
+    # How many samples, the last ones, judge what is learned from the others; with 0,
+    # all samples do both.
+    held_out: int = 0
     # Of what is random while the block learns; None is the device's own.
     generator: torch.Generator | None = None
     weights: Rows | None = None  # importance of each element of the targets
@@ -122,10 +125,21 @@ class BlockCache:
             )
         return total / math.prod(self.targets.shape)
 
+    @property
+    def learned_from(self) -> int:
+        """How many samples, the first ones, are learned from."""
+        return len(self.targets) - self.held_out
+
     def batches(self, size: int) -> Iterator[Tensor]:
         """Yield sample indices in order, ``size`` at a time."""
         device = self.targets.device
         yield from torch.split(torch.arange(len(self.targets), device=device), size)
+
+    def judging(self, size: int) -> Iterator[Tensor]:
+        """Yield the indices of the samples that judge, ``size`` at a time."""
+        first = self.learned_from if self.held_out else 0
+        index = torch.arange(first, len(self.targets), device=self.targets.device)
+        yield from torch.split(index, size)
 
 
 class _NetworkPass(ForwardPass):

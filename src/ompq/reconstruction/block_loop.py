@@ -1,11 +1,12 @@
 """reconstruct(): learn how to round, block by block, so that outputs are preserved."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from ompq.checkpoints import Store
@@ -19,7 +20,8 @@ from ompq.network.attention import with_layers
 from ompq.network.graph import trace
 from ompq.network.observation import copy_network, tensors_in
 from ompq.offload import offloading, staying
-from ompq.parallel import copy_main, process_count, rank
+from ompq.outputs import Outputs
+from ompq.parallel import add_up, copy_main, process_count, rank
 from ompq.progress import Progress, ProgressLike, callback
 from ompq.progress_bar import shows_progress
 from ompq.quantization.equalization import equalize_channels
@@ -38,9 +40,11 @@ from ompq.reconstruction.tuning import tune, worth_tuning
 from ompq.samples import (
     Samples,
     SamplesLike,
+    batch_length,
     cudnn_kernels,
     evaluating,
     fitting_batch,
+    model_device,
     run_batch,
     usual_settings,
 )
@@ -64,8 +68,10 @@ def reconstruct(
     Blocks are reconstructed in order of execution. Each reads the outputs of the
     quantized blocks before it and learns to return what the float block returns. If
     learning does not improve a block, it keeps its previous rounding. Networks with
-    activations of few bits are tuned as a whole afterwards. When there are several
-    processes, they share the samples.
+    activations of few bits are tuned as a whole afterwards. If the network's output
+    has not come nearer to the float network's, nothing is kept. Of 256 samples or more,
+    an eighth is held out to judge all this. When there are several processes, they
+    share the samples.
 
     Args:
         quantized: Result of :func:`ompq.quantize`; it is not modified.
@@ -91,6 +97,7 @@ def reconstruct(
     about = config, quantized.state_dict(), samples.runs
     done = _resume(result, store := Store.of(checkpoint, "reconstruction", *about))
     copy_main(result.state_dict().values())
+    held_out = _held_out(config, samples)
     samples = samples.share(rank(), process_count())
     phases = _phases(config, model, result, groups, samples)
     total = sum(len(phase.groups) for phase in phases)
@@ -119,6 +126,7 @@ def reconstruct(
                     fisher_rank=config.fisher_rank,
                     moments=phase.moments.get(group, {}),
                 )
+                cache.held_out = held_out
                 block, seed = _join(result, group), config.seed + 7919 * number
                 report = _block_progress(told, len(done), total, name)
                 with staying(block):
@@ -126,12 +134,16 @@ def reconstruct(
                 done[name] = _block_error(name, *learned)
                 store.write([*map(asdict, done.values())], result.state_dict())
     told(total * phase.iterations, total * phase.iterations, "reconstructed")
-    errors = tuple(error for name, error in done.items() if name != _TUNING)
-    record = replace(record, errors=errors, tuned=done.get(_TUNING))
-    keep_rates(with_quantization(result, record))
+    if held_out and not _is_closer(result, quantized, model, samples[-held_out:]):
+        result, done = copy_network(quantized).eval(), _unchanged(done)
+    keep_rates(with_quantization(result, _with_errors(record, done)))
     return result.train(quantized.training)
 
 
+# One in so many samples is held out to judge what is learned. Fewer than 32 would
+# hardly tell networks apart, so that fewer than 256 samples all do both.
+_HELD_OUT, _FEWEST = 8, 256
+_AT_ONCE = 32  # of these samples, in a forward pass
 _WHOLE, _TUNING = ("",), "whole network"  # the network itself as a group, and its name
 
 
@@ -155,6 +167,47 @@ def _phases(
         count = tuning.steps(len(samples))
         phases.append(Phase([_WHOLE], count, tune, tuning, _TUNING))
     return phases
+
+
+def _held_out(config: ReconstructConfig, samples: Samples) -> int:
+    """Return how many samples of each process judge what is learned from the others."""
+    count = len(samples) // process_count()
+    enough = count >= _FEWEST and isinstance(config.rounding, RoundingConfig)
+    return count // _HELD_OUT if enough else 0
+
+
+def _with_errors(record: Quantization, done: Mapping[str, BlockError]) -> Quantization:
+    errors = tuple(error for name, error in done.items() if name != _TUNING)
+    return replace(record, errors=errors, tuned=done.get(_TUNING))
+
+
+def _unchanged(done: Mapping[str, BlockError]) -> dict[str, BlockError]:
+    """Return the errors of blocks of which nothing that was learned is kept."""
+    return {
+        name: replace(error, after=error.before, improved=False)
+        for name, error in done.items()
+    }
+
+
+def _is_closer(
+    learned: nn.Module, rounded: nn.Module, model: nn.Module, samples: Samples
+) -> bool:
+    """Return whether a network diverges less than another one from the float one."""
+    outputs = Outputs.of(model, samples, quantization_of(rounded).output)
+    device, sums = model_device(model), torch.zeros(2, dtype=torch.float64)
+    with evaluating(learned, rounded, model), torch.no_grad():
+        for batch in samples.batches(_AT_ONCE):
+            wanted, *found = (
+                outputs.read(run_batch(network, batch))
+                for network in (model, learned, rounded)
+            )
+            count = batch_length(batch)
+            sums += torch.stack(
+                [outputs.divergences(wanted, one, count).sum().cpu() for one in found]
+            )
+    after, before = add_up(sums.to(device)).tolist()
+    logger.info("divergence of held-out samples: %.4g -> %.4g", before, after)
+    return bool(after < before)
 
 
 def _can_be_tuned(model: nn.Module, samples: Samples) -> bool:

@@ -164,7 +164,8 @@ def kept_if_better(
 ) -> Iterator[list[float]]:
     """Undo changes to a block that do not lower its error; yield [before, after].
 
-    The second error is appended to the list when the context ends.
+    The samples that are held out decide, if there are any. The second error is
+    appended to the list when the context ends.
     """
     errors = [_block_error(block, cache, batch_size, power)]
     state = copy.deepcopy(block.state_dict())
@@ -177,12 +178,12 @@ def kept_if_better(
 def _block_error(
     block: nn.Module, cache: BlockCache, batch_size: int, power: float
 ) -> float:
-    """Return sum |output − target|^power / sum |target|^power over all samples."""
+    """Return sum |output − target|^power / sum |target|^power, as held out."""
     device = model_device(block)
     error = torch.zeros((), dtype=torch.float64, device=device)
     norm = torch.zeros((), dtype=torch.float64, device=device)
     with evaluating(block):
-        for index in cache.batches(batch_size):
+        for index in cache.judging(batch_size):
             inputs, target = cache.pick(index)
             output = cache.call(block, [t.to(device) for t in inputs])
             target = target.to(device)

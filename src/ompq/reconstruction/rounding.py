@@ -83,7 +83,7 @@ def learn_rounding(
             for quantizer in quantizers:
                 quantizer.keep = 1.0 - config.drop
                 quantizer.generator = cache.generator
-            order = sample_order(cache.targets, config, seed)
+            order = sample_order(cache.targets, config, seed, count=cache.learned_from)
             descent = rounding_descent(block, cache, soft, config, order, errors[0])
             descent.run(progress)
             with torch.no_grad():
@@ -231,12 +231,15 @@ def schedule(config: RoundingConfig) -> Tensor:
     return torch.stack(columns, dim=1)
 
 
-def sample_order(targets: Rows, config: RoundingConfig, seed: int) -> Tensor:
+def sample_order(
+    targets: Rows, config: RoundingConfig, seed: int, count: int | None = None
+) -> Tensor:
     """Return the indices of each step's samples, (iterations, batch size).
 
-    With several processes, each draws its share of the batch from its own samples.
+    They are among the first ``count``, by default all. With several processes, each
+    draws its share of the batch from its own samples.
     """
-    count = len(targets)
+    count = len(targets) if count is None else count
     fitting = config.step_elements // math.prod(targets.shape[1:])
     size = min(max(fitting, _FEWEST_SAMPLES), config.batch_size, count)
     size = max(size // process_count(), 1)

@@ -46,11 +46,13 @@ def tune(
         cache: The network's inputs, and the outputs of the float network.
 
     Returns:
-        The mean divergence from the float network on the samples, before and after.
+        The mean divergence from the float network on the samples that judge, before
+        and after.
     """
     cache.float_inputs = []
     outputs = _outputs(network, cache)
-    before, count = _divergence(network, cache, outputs)
+    before = _divergence(network, cache, outputs)
+    count = int(add_up(torch.tensor(cache.learned_from, device=model_device(network))))
     state = copy.deepcopy(network.state_dict())
     trainable = {name: p.requires_grad for name, p in network.named_parameters()}
     network.requires_grad_(requires_grad=False)  # of all but what is learned
@@ -91,7 +93,7 @@ def tune(
             soft.finish()
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(trainable[name])
-    after, _ = _divergence(network, cache, outputs)
+    after = _divergence(network, cache, outputs)
     if not after < before:  # also if it is NaN
         network.load_state_dict(state)
     return before, after
@@ -115,21 +117,19 @@ def _mean_divergence(outputs: Outputs, output: Tensor, target: Tensor) -> Tensor
     return outputs.divergences([target], [output], len(target)).mean()
 
 
-def _divergence(
-    network: nn.Module, cache: BlockCache, outputs: Outputs
-) -> tuple[float, int]:
-    """Return the mean divergence of all samples, and their number."""
+def _divergence(network: nn.Module, cache: BlockCache, outputs: Outputs) -> float:
+    """Return the mean divergence of the samples that judge."""
     device = model_device(network)
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     with evaluating(network):
-        for index in cache.batches(cache.batch_size):
+        for index in cache.judging(cache.batch_size):
             inputs, target = cache.pick(index)
             output = cache.call(network, [t.to(device) for t in inputs])
             given = [target.to(device)], [output], len(index)
             found = outputs.divergences(*given).double()
             sums += torch.stack([found.sum(), found.new_tensor(len(index))])
     error, samples = add_up(sums).tolist()
-    return error / samples, int(samples)
+    return float(error / samples)
 
 
 def worth_tuning(network: nn.Module, config: TuningConfig) -> bool:
@@ -155,7 +155,7 @@ def _norm_parameters(network: nn.Module) -> list[Tensor]:
 def _sample_order(cache: BlockCache, steps: int, batch_size: int, seed: int) -> Tensor:
     """Return the indices of each step's samples: shuffled passes, (steps, size)."""
     generator = torch.Generator().manual_seed(seed + rank())
-    count = len(cache.targets)
+    count = cache.learned_from
     size = min(max(batch_size // process_count(), 1), count)
     passes = range(math.ceil(steps * size / count))
     shuffled = [torch.randperm(count, generator=generator) for _ in passes]
