@@ -1,8 +1,11 @@
+import inspect
 import re
 import subprocess
 import sys
 import textwrap
+from importlib import import_module
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -82,3 +85,12 @@ def test_docs_name_no_option_that_does_not_exist():
     known |= {"--help", "--version", "--install-completion", "--show-completion"}
     known |= {"--no-deps"}  # of pip
     assert set(re.findall(r"--[a-z-]+[a-z]", DOCS.read_text())) <= known
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_declare_what_their_work_takes(name):
+    declared = getattr(import_module(COMMANDS[name].module), name)
+    work = inspect.getclosurevars(declared).nonlocals["work"]
+    module, _, function = work.partition(":")
+    taken = getattr(import_module(module), function)
+    assert get_type_hints(declared) == get_type_hints(taken)

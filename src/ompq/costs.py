@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import ceil
 from pathlib import Path
@@ -115,6 +115,20 @@ def overhead_bytes(graph: LayerGraph, choices: Iterable[Choice]) -> int:
         + _TENSOR_BYTES * graph.other_tensors
         + int(_FACTOR_BYTES * factors + rounded * _MOVE_BYTES * graph.movable_channels)
     )
+
+
+def bytes_by_item(
+    graph: LayerGraph, bits: Mapping[str, Choice], choices: Iterable[Choice]
+) -> dict[str, int]:
+    """Return the planned bytes of a packed file by item: weights, scales, ...
+
+    Args:
+        bits: Unit → its choice.
+        choices: All that the plan offers, which decide what the header may take.
+    """
+    items = Bytes.by_item([unit_bytes(unit, bits[unit.name]) for unit in graph.units])
+    metadata = items.pop("metadata") + overhead_bytes(graph, choices)
+    return {**items, "float": graph.float_bytes, "metadata": metadata}
 
 
 def paper_bytes(unit: Unit, choice: Choice) -> float:

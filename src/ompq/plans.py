@@ -28,10 +28,9 @@ from ompq.budgets import Budget
 from ompq.configs import Accounting, LatencyTable, parse_output
 from ompq.cost_tables import Cost
 from ompq.costs import (
-    Bytes,
+    bytes_by_item,
     cost_tables,
     latency_table,
-    overhead_bytes,
     paper_bytes,
     unit_bytes,
 )
@@ -173,12 +172,7 @@ class Plan:
     @property
     def bytes_by_item(self) -> dict[str, int]:
         """Bytes of the packed file by item: weights, scales, what stays float, ..."""
-        graph = self.graph
-        items = Bytes.by_item(
-            [unit_bytes(u, self.allocation[u.name]) for u in graph.units]
-        )
-        metadata = items.pop("metadata") + overhead_bytes(graph, self.choices)
-        return {**items, "float": graph.float_bytes, "metadata": metadata}
+        return bytes_by_item(self.graph, self.allocation, self.choices)
 
     @property
     def no_speed_up(self) -> tuple[Skipped, ...]:

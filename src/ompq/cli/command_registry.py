@@ -7,12 +7,14 @@ help panel and a line for the help. The module has a function of that name.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from importlib import import_module
 from inspect import cleandoc
 from typing import Any, TypeVar
 
 import typer
 
+from ompq.cli.console import starting
 from ompq.cli.options import spread
 from ompq.registry import extensions
 
@@ -52,15 +54,34 @@ def _unwrapped(text: str) -> str:
 _OWN: dict[str, Command] = {}
 
 
-def command(panel: str) -> Callable[[_Function], _Function]:
-    """Mark a function as a command that is listed in this panel of the help."""
+def calls(work: str) -> Callable[[_Function], Callable[..., Any]]:
+    """Let a function that only declares arguments call another, ``module:function``.
 
-    def add(function: _Function) -> _Function:
-        name, text = function.__name__, function.__doc__ or ""
+    Its module is imported when it is called. It takes the same arguments, by name.
+    """
+
+    def add(declared: _Function) -> Callable[..., Any]:
+        @wraps(declared)
+        def call(**arguments: Any) -> Any:
+            module, _, name = work.partition(":")
+            with starting():
+                function = getattr(import_module(module), name)
+            return function(**arguments)
+
+        return call
+
+    return add
+
+
+def command(panel: str, work: str) -> Callable[[_Function], Callable[..., Any]]:
+    """Declare a command: its panel in the help, and the function that does its work."""
+
+    def add(declared: _Function) -> Callable[..., Any]:
+        name, text = declared.__name__, declared.__doc__ or ""
         summary = text.partition("\n")[0]
-        module = function.__module__
+        module = declared.__module__
         _OWN[name] = Command(name=name, panel=panel, summary=summary, module=module)
-        return function
+        return calls(work)(declared)
 
     return add
 

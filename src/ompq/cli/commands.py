@@ -1,14 +1,14 @@
 """Every command: its options, help and examples.
 
-The work is done by the module that a command imports when it is called, so that help
-needs neither PyTorch nor NumPy.
+The work is done by the function that is named beside the panel of the help. Its module
+is imported when the command is called, so that help needs neither PyTorch nor NumPy.
 """
 
 from pathlib import Path
 from typing import Annotated
 
 from ompq.cli.command_registry import COMMANDS as COMMANDS, command
-from ompq.cli.console import Console, View, starting
+from ompq.cli.console import Console, View
 from ompq.cli.option_groups import (
     COSTS,
     PLAN_SAMPLES,
@@ -38,7 +38,7 @@ from ompq.cli.options import (
 )
 
 
-@command("Get started")
+@command("Get started", "ompq.cli.demo:show_demo")
 def demo(options: DemoOptions, console: Console) -> View:
     """Try everything on a small network that comes with ompq.
 
@@ -53,13 +53,9 @@ def demo(options: DemoOptions, console: Console) -> View:
     Takes about a minute and needs neither a GPU nor a download. Budgets from 30.8KiB to
     88.2KiB, or 2bits to 8bits, can be met.
     """
-    with starting():
-        from ompq.cli.demo import show_demo
-
-    return show_demo(options, console)
 
 
-@command("Plan")
+@command("Plan", "ompq.cli.plan_commands:run_budget")
 def budget(
     network: NetworkOptions,
     planning: ScoreOptions,
@@ -80,13 +76,9 @@ def budget(
     Every entry of the table is a valid --budget for ompq plan. Sizes depend on the
     layers' shapes alone, so no weights and no data are needed.
     """
-    with starting():
-        from ompq.cli.plan_commands import run_budget
-
-    return run_budget(network, planning, console, data, onnx)
 
 
-@command("Plan")
+@command("Plan", "ompq.cli.plan_commands:run_plan")
 def plan(
     sources: SourceOptions,
     planning: RefineOptions,
@@ -112,13 +104,9 @@ def plan(
 
     Run ompq budget first to see what can be met.
     """
-    with starting():
-        from ompq.cli.plan_commands import run_plan
-
-    return run_plan(sources, planning, caching, console, budget, file, samples)
 
 
-@command("Plan")
+@command("Plan", "ompq.cli.plan_commands:run_scores")
 def scores() -> View:
     """List the scores that estimate the damage of low bit widths.
 
@@ -130,13 +118,9 @@ def scores() -> View:
     are for ResNet-18, 64 images and six widths, as measured on two cores. Labels are
     used from Python: a score's argument batches=[(images, labels)].
     """
-    with starting():
-        from ompq.cli.plan_commands import run_scores
-
-    return run_scores()
 
 
-@command("Plan")
+@command("Plan", "ompq.cli.saved_plan_commands:run_replan")
 def replan(
     file: PlanFile,
     console: Console,
@@ -151,13 +135,9 @@ def replan(
 
     Choices, pins and score stay as they were when the plan was made.
     """
-    with starting():
-        from ompq.cli.saved_plan_commands import run_replan
-
-    return run_replan(file, console, budget, target)
 
 
-@command("Quantize")
+@command("Quantize", "ompq.cli.network_commands:run_quantize")
 def quantize(
     sources: SourceOptions,
     run: RunOptions,
@@ -186,13 +166,9 @@ def quantize(
 
     After Ctrl-C, add --resume to the same command to continue.
     """
-    with starting():
-        from ompq.cli.network_commands import run_quantize
-
-    return run_quantize(sources, run, goals, planning, caching, console)
 
 
-@command("Quantize")
+@command("Quantize", "ompq.cli.network_commands:run_train")
 def train(
     sources: SourceOptions,
     run: RunOptions,
@@ -216,13 +192,9 @@ def train(
     After Ctrl-C, add --resume to the same command to continue. Start it with torchrun
     or accelerate launch to use several GPUs or machines.
     """
-    with starting():
-        from ompq.cli.network_commands import run_train
-
-    return run_train(sources, run, training, planning, caching, console)
 
 
-@command("Quantize")
+@command("Quantize", "ompq.cli.network_commands:run_evaluate")
 def evaluate(
     sources: SourceOptions,
     options: EvaluateOptions,
@@ -244,13 +216,9 @@ def evaluate(
     evaluated on test. A file of ompq export (.onnx, .tflite) is run in its runtime, on
     inputs that are made as the file says.
     """
-    with starting():
-        from ompq.cli.network_commands import run_evaluate
-
-    return run_evaluate(sources, options, console)
 
 
-@command("Quantize")
+@command("Quantize", "ompq.cli.run_files:run_file")
 def run(
     file: Annotated[Path, argument("CONFIG", "A TOML or YAML file.")],
     more: Annotated[
@@ -268,13 +236,9 @@ def run(
     It holds the command and its options by name. Paths are relative to the current
     directory.
     """
-    with starting():
-        from ompq.cli.run_files import run_file
-
-    return run_file(file, more or [])
 
 
-@command("Quantize")
+@command("Quantize", "ompq.cli.file_commands:run_export")
 def export(
     source: Annotated[
         Path, argument("SOURCE", "A folder of ompq quantize, or a packed network.")
@@ -294,13 +258,9 @@ def export(
     A packed file with its graph is all that ompq unpack needs to write the ONNX file.
     Other tools find the bits of each layer in plan.json, under "allocation".
     """
-    with starting():
-        from ompq.cli.file_commands import run_export
-
-    return run_export(source, options, console)
 
 
-@command("Quantize")
+@command("Quantize", "ompq.cli.saved_plan_commands:run_unpack")
 def unpack(
     file: Annotated[Path, argument("FILE", "A packed network that carries its graph.")],
     target: Path | None = output_path("The ONNX file. Default: FILE as .onnx."),
@@ -315,13 +275,9 @@ def unpack(
     result equals the ONNX file that ompq export verified, byte for byte. Only the
     packed file is small: in the ONNX file and in memory, a coded weight takes a byte.
     """
-    with starting():
-        from ompq.cli.saved_plan_commands import run_unpack
-
-    return run_unpack(file, target)
 
 
-@command("Inspect")
+@command("Inspect", "ompq.cli.saved_plan_commands:run_explain")
 def explain(
     file: PlanFile,
     unit: Annotated[
@@ -338,13 +294,9 @@ def explain(
     Shows the damage and cost of every choice, what one more byte would gain, and the
     swap with another layer that came closest to being better.
     """
-    with starting():
-        from ompq.cli.saved_plan_commands import run_explain
-
-    return run_explain(file, unit)
 
 
-@command("Inspect")
+@command("Inspect", "ompq.cli.saved_plan_commands:run_pareto")
 def pareto(
     file: PlanFile,
     console: Console,
@@ -360,13 +312,9 @@ def pareto(
 
     Every row is solved from the saved plan, and its size can be used as a budget.
     """
-    with starting():
-        from ompq.cli.saved_plan_commands import run_pareto
-
-    return run_pareto(file, console, points, cost)
 
 
-@command("Inspect")
+@command("Inspect", "ompq.cli.saved_plan_commands:run_compare")
 def compare(
     sources: Annotated[
         list[Path], argument("PLAN", "Two or more plans, or folders of ompq quantize.")
@@ -386,13 +334,9 @@ def compare(
     A folder of ompq quantize adds the accuracy measured there. The damage of each plan
     is shown by every plan's score, since scores may disagree on which plan is better.
     """
-    with starting():
-        from ompq.cli.saved_plan_commands import run_compare
-
-    return run_compare(sources, console, page)
 
 
-@command("Inspect")
+@command("Inspect", "ompq.cli.saved_plan_commands:run_report")
 def report(
     file: PlanFile,
     console: Console,
@@ -414,13 +358,9 @@ def report(
 
     A slider on the page shows what other budgets would give.
     """
-    with starting():
-        from ompq.cli.saved_plan_commands import run_report
-
-    return run_report(file, console, page, figures, results, title)
 
 
-@command("Inspect")
+@command("Inspect", "ompq.cli.file_commands:run_inspect")
 def inspect(
     file: Annotated[
         Path, argument("FILE", "A packed network, or an ONNX file of ompq export.")
@@ -436,13 +376,9 @@ def inspect(
     For a packed network, the planned sizes are shown as well. A damaged file is an
     error.
     """
-    with starting():
-        from ompq.cli.file_commands import run_inspect
-
-    return run_inspect(file)
 
 
-@command("Inspect")
+@command("Inspect", "ompq.cli.file_commands:run_bench")
 def bench(
     source: Annotated[
         Path,
@@ -463,7 +399,3 @@ def bench(
     machine disturbs less. Memory is measured in a separate process. Times are reliable
     only on an idle machine. OpenVINO is timed, too, if it is installed.
     """
-    with starting():
-        from ompq.cli.file_commands import run_bench
-
-    return run_bench(source, options, console)

@@ -1,7 +1,7 @@
 """``ompq run FILE``: a command with the options that a file holds."""
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,10 @@ _LARGEST, _DEEPEST = 1 << 16, 16  # bytes of a file, and values inside values
 _WITHOUT = {"--effort": ("iterations", "merge-blocks", "tune-epochs")}
 
 
-def run_file(file: Path, more: Sequence[str]) -> None:
+def run_file(file: Path, more: list[str] | None) -> None:
     """Run the command that a file names, with its options and those that override."""
     kind, given = _config(file)
+    more = more or []
     name = given.pop("command", None)
     if not isinstance(name, str) or name not in COMMANDS or name == "run":
         example = {"TOML": 'command = "quantize"', "YAML": "command: quantize"}[kind]

@@ -1,6 +1,5 @@
 """Runs a table or a figure of the paper, row by row, and writes down the results."""
 
-import hashlib
 import json
 import re
 import time
@@ -28,6 +27,7 @@ from ompq.configs import (
     PlanConfig,
     QuantizeConfig,
 )
+from ompq.content_identity import identity
 from ompq.costs import cost_tables
 from ompq.datasets.distillation import distilled_samples
 from ompq.datasets.named_data import Batches, Data, load_data
@@ -159,8 +159,8 @@ def _results(bench: Bench, rows: str, console: Console) -> dict[str, Any]:
         name = re.sub(r"[^\w.()-]", "_", row.name)
         path = bench.folder / f"{name}.json"
         # A row whose settings have changed is measured again.
-        identity = hashlib.sha256(repr(row).encode()).hexdigest()[:16]
-        found = _read_result(path, identity, bench.about)
+        own = identity(row)
+        found = _read_result(path, own, bench.about)
         if row in wanted and (found is None or "skipped" in found):
             start = time.perf_counter()
             try:
@@ -168,7 +168,7 @@ def _results(bench: Bench, rows: str, console: Console) -> dict[str, Any]:
                 found["seconds"] = time.perf_counter() - start
             except OmpqError as error:
                 found = {"skipped": str(error), "seconds": 0.0}
-            _write(path, {**bench.about, "row": identity, "result": found})
+            _write(path, {**bench.about, "row": own, "result": found})
         if found is not None:
             results[row.name] = found
             _report_row(console, row, found)
@@ -179,7 +179,7 @@ def _write(path: Path, data: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(data, indent=1) + "\n")
 
 
-def _read_result(path: Path, identity: str, about: Mapping[str, Any]) -> Any:
+def _read_result(path: Path, own: str, about: Mapping[str, Any]) -> Any:
     """Return the saved result of a row; None if there is none for its settings."""
     if not path.exists():
         return None
@@ -190,7 +190,7 @@ def _read_result(path: Path, identity: str, about: Mapping[str, Any]) -> Any:
             f"{path} was measured with a different {', '.join(differing)}; use another "
             "folder, or remove it"
         )
-    return data["result"] if data.get("row") == identity else None
+    return data["result"] if data.get("row") == own else None
 
 
 def _report_row(console: Console, row: Row, result: Mapping[str, Any]) -> None:

@@ -4,12 +4,14 @@ As in :mod:`ompq.cli.commands`, the module that does the work is imported when a
 is called, so that help needs neither PyTorch nor NumPy.
 """
 
-from ompq.cli.console import Console, View, starting
+from ompq.cli.command_registry import calls
+from ompq.cli.console import Console, View
 from ompq.cli.option_groups import CacheOptions, PlanOptions, SourceOptions
 from ompq.cli.options import BudgetOption
 from ompq.lab.research_options import AuditOptions, ReproduceOptions
 
 
+@calls("ompq.lab.audit_command:run_audit")
 def audit(
     sources: SourceOptions,
     planning: PlanOptions,
@@ -33,12 +35,9 @@ def audit(
     ones, which are uniform bits and those of --plan. The correlation that random scores
     reach is shown for comparison.
     """
-    with starting():
-        from ompq.lab.audit_command import run_audit
-
-    return run_audit(sources, planning, options, caching, console, budget)
 
 
+@calls("ompq.lab.reproduction:run_reproduce")
 def reproduce(options: ReproduceOptions, console: Console) -> View:
     r"""Reproduce a table or figure of the OMPQ paper, with the methods it compares.
 
@@ -55,7 +54,3 @@ def reproduce(options: ReproduceOptions, console: Console) -> View:
     continues a stopped run. Rows that train take days on ImageNet; select others with
     --rows.
     """
-    with starting():
-        from ompq.lab.reproduction import run_reproduce
-
-    return run_reproduce(options, console)

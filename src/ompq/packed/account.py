@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ompq.costs import Bytes, overhead_bytes, unit_bytes
+from ompq.costs import Bytes, bytes_by_item, unit_bytes
 from ompq.network.graph import bias_key
 from ompq.network.units import Choice, Unit
 from ompq.packed.format import Contents, Encoding, read_contents
@@ -81,7 +81,8 @@ def inspect_file(path: str | Path) -> Account:
     size = Path(path).stat().st_size
     units = tuple(_unit_accounts(contents))
     items = Bytes.by_item([one.bytes for one in units])
-    planned = Bytes.by_item([one.planned for one in units])
+    bits = contents.record.allocation
+    planned = bytes_by_item(contents.record.graph, bits, bits.values())
     items["activations"] = 8 * len(contents.activations)
     rest = sum(_size(tensor) for tensor in contents.state.values())
     floats = [one for one in units if one.bytes.scales == 0]
@@ -90,10 +91,6 @@ def inspect_file(path: str | Path) -> Account:
         items[GRAPH] = len(contents.graph)
         planned[GRAPH] = 0
     items["metadata"] = size - sum(items.values())
-    graph = contents.record.graph
-    planned["float"] = graph.float_bytes
-    choices = contents.record.allocation.values()
-    planned["metadata"] += overhead_bytes(graph, choices)
     return Account(Path(path), size, items, planned, units, contents.about)
 
 
