@@ -68,7 +68,8 @@ ORDER = {
     "litert.litert_kernels litert.litert_graph litert.litert_network "
     "litert.litert_files onnx.onnx_network runnable_files onnx.onnx_files "
     "onnx.onnx_sizes gguf.gguf_blocks gguf.gguf_metadata gguf.gguf_tensors "
-    "gguf.llama_runtime gguf.gguf_files gguf.gguf_sizes exporter",
+    "gguf.llama_runtime gguf.gguf_files gguf.gguf_sizes compressed_checkpoints "
+    "exporter",
     "planning": "",
     "refinement": "",
     "smallest_network": "",

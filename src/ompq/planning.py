@@ -13,7 +13,7 @@ from torch import nn
 from ompq.allocation.allocator import allocate
 from ompq.allocation.infeasibility import check_budget
 from ompq.allocation.problem import Problem
-from ompq.bit_widths import CODED_BITS
+from ompq.bit_widths import CODED_BITS, FLOAT_BITS
 from ompq.budgets import Budget
 from ompq.configs import RATES, OrmSettings, Pin, PlanConfig
 from ompq.cost_tables import FILES, Cost
@@ -239,6 +239,8 @@ def _planned_graph(
     target = _target(config)
     if target is not None and target.settings.get("weight_grid") == "gguf":
         graph = graph.with_super_blocks()
+    if target is not None:
+        graph = graph.tie(target.siblings(graph.names))
     return graph.tie(config.tied) if config.tied else graph
 
 
@@ -246,7 +248,12 @@ def _pin_units(
     graph: LayerGraph, config: PlanConfig
 ) -> tuple[dict[str, list[Choice]], dict[str, int]]:
     """Return the choices of pinned units and the bits of fixed inputs, by name."""
-    pins: dict[str, list[Choice]] = {}
+    target, floats = _target(config), (FLOAT_BITS,)
+    pins: dict[str, list[Choice]] = {
+        unit.name: _pinned_choices(FLOAT_BITS, config.activation_choices)
+        for unit in graph.units
+        if target is not None and target.operator(unit).weight_bits == floats
+    }
     inputs: dict[str, int] = {}
     for pattern, bits in config.pinned.items():
         for name in select(graph.names, pattern):

@@ -13,14 +13,17 @@ Operators are kinds of units (conv, depthwise, pointwise, grouped, transposed, l
 embedding, recurrent); ``default`` stands for all others. ``"coded": false``, beside the
 name, says that the target cannot decode entropy-coded weights; ``"file": "gguf"`` that
 sizes in budgets are those of a GGUF file; ``"row_multiples": {"3": 256}`` that weights
-of 3 bits need rows of a multiple of 256; and ``"settings"`` has fields of
-:class:`ompq.QuantizeConfig` that the target requires, unless others are given.
+of 3 bits need rows of a multiple of 256; ``"fused": [["gate", "up"]]`` that layers of
+these names in one module are computed as one and need the same bits; and ``"settings"``
+has fields of :class:`ompq.QuantizeConfig` that the target requires, unless others are
+given. Kinds that are supported only in float stay float. A linear layer that shares its
+weight with an embedding counts as ``embedding``, if there is such an entry.
 ``symmetric`` in older profiles is ignored: weights in exported files are always
 symmetric.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -66,10 +69,25 @@ class Target:
     settings: Mapping[str, Any] = field(default_factory=dict)
     # What the length of a weight's rows must be a multiple of, by the weight's bits.
     row_multiples: Mapping[int, int] = field(default_factory=dict)
+    # Names of layers that the runtime computes as one if they are in one module.
+    fused: tuple[tuple[str, ...], ...] = ()
+
+    def siblings(self, names: Iterable[str]) -> list[list[str]]:
+        """Return the layers that the runtime computes as one, several each."""
+        found: dict[tuple[str, int], list[str]] = {}
+        for name in names:
+            parent, _, leaf = name.rpartition(".")
+            for number, together in enumerate(self.fused):
+                if leaf in together:
+                    found.setdefault((parent, number), []).append(name)
+        return [together for together in found.values() if len(together) > 1]
 
     def operator(self, unit: Unit) -> OperatorSupport:
         """Return what the target supports for a unit."""
-        return self.operators.get(unit.kind, self.operators[_DEFAULT])
+        kind = (
+            "embedding" if unit.shared and "embedding" in self.operators else unit.kind
+        )
+        return self.operators.get(kind, self.operators[_DEFAULT])
 
     def takes(self, unit: Unit, choice: Choice) -> bool:
         """Return whether the target supports a choice for a unit."""
@@ -97,6 +115,7 @@ class Target:
         more |= {"settings": dict(self.settings)} if self.settings else {}
         rows = {str(bits): count for bits, count in self.row_multiples.items()}
         more |= {"row_multiples": rows} if rows else {}
+        more |= {"fused": [list(one) for one in self.fused]} if self.fused else {}
         about = {"format": FORMAT, "name": self.name, **coded, **more}
         return {**about, "operators": kinds}
 
@@ -121,7 +140,9 @@ class Target:
             coded = convert_json(data.get("coded", True), bool, "coded")
             read = {kind: _operator(kind, one) for kind, one in kinds.items()}
             settings, rows = _settings(data), _row_multiples(data)
-            return cls(name, read, coded, _file(data), settings, rows)
+            groups = convert_json(data.get("fused", []), list[list[str]], "fused")
+            fused = tuple(map(tuple, groups))
+            return cls(name, read, coded, _file(data), settings, rows, fused)
         except ValueError as error:
             raise TargetError(str(error)) from error
 

@@ -8,6 +8,7 @@ from torch import nn
 from ompq.budgets import Budget
 from ompq.configs import ExportConfig
 from ompq.errors import check_known
+from ompq.runtimes.compressed_checkpoints import write_compressed
 from ompq.runtimes.export_result import ExportResult
 from ompq.runtimes.file_metadata import FileMetadata, write_program
 from ompq.runtimes.gguf.gguf_files import write_gguf
@@ -15,7 +16,12 @@ from ompq.runtimes.litert.litert_files import write_litert
 from ompq.runtimes.onnx.onnx_files import export_onnx
 from ompq.samples import Samples, SamplesLike, usual_settings
 
-FORMATS = {".onnx": "onnx", ".tflite": "tflite", ".gguf": "gguf"}
+FORMATS = {
+    ".onnx": "onnx",
+    ".tflite": "tflite",
+    ".gguf": "gguf",
+    ".compressed-tensors": "compressed-tensors",
+}
 # Order of an image's dimensions, and packages whose versions a file tells.
 _ABOUT = {
     "onnx": ("NCHW", ("onnx", "onnxruntime")),
@@ -42,9 +48,12 @@ def export(
     Args:
         quantized: From :func:`ompq.quantize`, possibly reconstructed or trained. A copy
             of it is finalized (:func:`ompq.finalize`).
-        path: The file. Its suffix tells the format: ``.onnx``, ``.tflite``, ``.gguf``.
+        path: The file. Its suffix tells the format: ``.onnx``, ``.tflite``,
+            ``.gguf``; or a folder that transformers and vLLM load, with the suffix
+            ``.compressed-tensors``.
         samples: Inputs to verify outputs and codes with.
-        format: ``onnx``, ``tflite`` or ``gguf``, if the suffix is another.
+        format: ``onnx``, ``tflite``, ``gguf`` or ``compressed-tensors``, if the suffix
+            is another.
 
     Returns:
         The file's size, how each weight is stored, and agreement. An ONNX file may have
@@ -64,6 +73,8 @@ def export(
     check_known("format", kind, FORMATS.values())
     if kind == "gguf":
         return write_gguf(quantized, path, samples, budget=config.budget)
+    if kind == "compressed-tensors":
+        return write_compressed(quantized, path, samples)
     about = FileMetadata.of(config, *_ABOUT[kind])
     if config.budget is not None and Budget.of(config.budget).onnx_mib:
         about = replace(about, classes=())
