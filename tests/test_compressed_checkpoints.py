@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import ompq
+from cli_tools import run_json
 from ompq.runtimes import compressed_checkpoints
 from ompq.targets import Target, load_target
 
@@ -163,3 +164,15 @@ def test_what_the_format_does_not_hold_is_refused(quantized, tmp_path, monkeypat
         ompq.errors.MissingExtraError, match=r"ompq\[compressed-tensors"
     ):
         ompq.export(quantized, folder, tokens())
+
+
+def test_the_command_line_writes_a_folder(tmp_path):
+    decoder().save_pretrained(tmp_path / "net")
+    words = ("--data", "random", "--target", "compressed-tensors", "--effort", "fast")
+    more = ("--samples", "4", "--score", "weight-noise", "-o", tmp_path / "out")
+    network = f"transformers:{tmp_path / 'net'}"
+    run_json("quantize", network, *words, "--budget", "9bits", *more)
+    name = ("--format", "compressed-tensors", "-o", tmp_path / "folder")
+    found = run_json("export", tmp_path / "out", *name)
+    assert found["format"] == "compressed-tensors"
+    assert (tmp_path / "folder" / "config.json").exists()

@@ -54,7 +54,8 @@ from ompq.errors import suggestion
 from ompq.files import CONFIG, GGUF, ONNX, PACKED, PLAN, REPORT, RESULT
 from ompq.user_functions import is_user_function
 
-ENGINES, FORMATS = ("simulated", "integer"), ("onnx", "tflite", "gguf", "packed")
+ENGINES = ("simulated", "integer")
+FORMATS = ("onnx", "tflite", "gguf", "compressed-tensors", "packed")
 PLAN_SAMPLES, CALIBRATION_SAMPLES = 64, 1024  # as in the paper and in BRECQ
 REFINE_SAMPLES = 1024  # as recommended for refine()
 DEMO_FOLDER = Path("ompq-demo")

@@ -7,6 +7,7 @@ codes packed into 32-bit words. transformers and vLLM load it.
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,8 @@ def _write(
     (folder / "config.json").write_text(f"{text}\n")
     source = str(getattr(network, "name_or_path", ""))
     if source and Path(source).exists():
-        load_tokenizer(source, local_files_only=True).save_pretrained(folder)
+        with suppress(OSError, ValueError):  # it may have none
+            load_tokenizer(source, local_files_only=True).save_pretrained(folder)
     return tuple(stored)
 
 
