@@ -20,7 +20,7 @@ from ompq.errors import ModelError
 from ompq.lab import reproduction
 from ompq.lab.more_scores.loss_gradients import Hessian
 from ompq.lab.paper_figures import draw, markdown
-from ompq.lab.paper_tables import EXPERIMENTS, HALFWAY
+from ompq.lab.paper_tables import EXPERIMENTS, HALFWAY, SIMPLER
 from ompq.lab.reproduction import Bench, plan_row
 from ompq.lab.weight_rules.outliers import OUTLIERS
 from ompq.models.builtin_networks import CIFAR_NETWORKS
@@ -199,6 +199,49 @@ def test_the_networks_of_cifar_have_channels_to_multiply(
     assert rows["one-bitwidth"]["skipped"] == f"{channels} channels"
 
 
+def test_the_channels_of_a_resnet_can_be_multiplied(tmp_path, monkeypatch):
+    def build(make, *_args, **_more):
+        made = make(0.5)
+        widths = [m.out_channels for m in made.modules() if hasattr(m, "out_channels")]
+        assert made(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
+        raise ModelError(f"{widths[0]}, {widths[1]}, {widths[3]}, {widths[-1]}")
+
+    monkeypatch.setattr(reproduction, "one_bitwidth", build)
+    words = ("--weights", "none", "--data", "random", "--quick", "--device", "cpu")
+    more = ("--rows", "one-bitwidth", "--samples", "8")
+    rows = quick("table-qat-resnet50", words, tmp_path, *more)["rows"]
+    # Those of ResNet-50 are 64, 64, 256 and 2,048.
+    assert rows["one-bitwidth"]["skipped"] == "32, 32, 128, 1024"
+
+
+def test_orthogonality_is_compared_at_one_size():
+    for network in ("resnet18", "mobilenetv2"):
+        rows = EXPERIMENTS[f"figure-orm-accuracy-{network}"].rows
+        assert len({row.budget for row in rows}) == 1
+        assert len({row.plan["score"] for row in rows}) == len(rows)
+
+
+def test_layers_that_change_most_are_named(tmp_path):
+    pytest.importorskip("matplotlib")
+    figure = EXPERIMENTS["figure-orthogonality-bits-resnet18"]
+    results = {
+        row.name: {"layers": {f"layer{k}": 0.02 * k * row.at for k in range(6)}}
+        for row in figure.rows
+    }
+    draw(figure, results, tmp_path)
+    text = (tmp_path / f"{figure.name}.svg").read_text()
+    assert "1 of 6 layers change by less than 0.01" in text
+    assert [f">layer{k}<" in text for k in range(6)] == [False] * 2 + [True] * 4
+
+
+def test_rows_of_rivals_say_what_is_simpler_here():
+    for experiment in EXPERIMENTS.values():
+        for row in experiment.rows:
+            method = row.method.partition(",")[0]
+            if method in SIMPLER and row.measure == "network":
+                assert SIMPLER[method] in row.note, (experiment.name, row.name)
+
+
 ABLATIONS = [
     name for name in EXPERIMENTS if name.split("-")[1] in ("functions", "granularity")
 ]
@@ -237,6 +280,7 @@ FIGURES = (
     "table-calculation-time-resnet18",
     "figure-search-cost-resnet18",
     "figure-beta-mobilenetv2",
+    "figure-method-resnet18",
     "figure-orm-accuracy-resnet18",
     "figure-orthogonality-bits-resnet18",
     "figure-bits-resnet18",
@@ -251,12 +295,17 @@ def test_every_figure_is_drawn(name, words, tmp_path):
     endings = {path.rpartition(".")[2] for path in files}
     drawn = {"svg", "pdf", "png"} if name.startswith("figure") else set()
     assert endings == {"json", "md"} | drawn
-    if drawn and "orthogonality-bits" not in name and "accuracy" not in name:
+    if drawn:
         text = (tmp_path / f"{name}.svg").read_text()
-        expected = {"search": "BRECQ", "beta": "β"}.get(
-            name.split("-")[1], "block.conv1"
-        )
-        assert expected in text
+        expected = {
+            "search": "BRECQ",
+            "beta": "β",
+            "orthogonality": "of 5 layers change by less than 0.01",
+        }
+        if name == "figure-orm-accuracy-resnet18":
+            assert "16 lists of bits in " in text
+        else:
+            assert expected.get(name.split("-")[1], "block.conv1") in text
     data = json.loads((tmp_path / f"{name}.json").read_text())
     assert data["rows"].keys() == {row.name for row in EXPERIMENTS[name].rows}
 

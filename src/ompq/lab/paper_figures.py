@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Results = Mapping[str, Any]
 _MARKS = "os^DvPX*"  # of the methods in a figure
+_COLOURED, _FLAT = 4, 0.01  # layers with a colour; a change that is none
 
 
 def markdown(experiment: Experiment, results: Results, about: Mapping[str, Any]) -> str:
@@ -201,18 +202,30 @@ def _scatter(figure: "Figure", rows: list[Row], results: Results) -> None:
     found = [results[row.name] for row in rows]
     points = np.array([(one["orthogonality"], 100 * one["top1"]) for one in found])
     axes.plot(*points.T, "o", ms=4)
+    sizes = f"{len(points)} lists of bits in {max(one['mib'] for one in found):.2f} MiB"
     if len(points) > 2 and np.ptp(points, axis=0).all():
-        correlation = np.corrcoef(points.T)[0, 1]
-        axes.set_title(f"correlation {correlation:.2f}", fontsize=9)
+        sizes += f", correlation {np.corrcoef(points.T)[0, 1]:.2f}"
+    axes.set_title(sizes, fontsize=9)
 
 
 def _layers(figure: "Figure", rows: list[Row], results: Results) -> None:
+    """Draw the layers whose orthogonality depends most on their bits in colour."""
     axes = plain_axes(figure, "bits", "orthogonality, mean of 1 − ORM")
     bits = [row.at for row in rows]
-    for place, name in enumerate(results[rows[0].name]["layers"]):
-        values = [results[row.name]["layers"][name] for row in rows]
-        mark = _MARKS[place % len(_MARKS)]
-        axes.plot(bits, values, marker=mark, ms=4, lw=1, label=name)
+    table = [results[row.name]["layers"] for row in rows]
+    lines = {name: [one[name] for one in table] for name in table[0]}
+    changes = {name: np.ptp(values) for name, values in lines.items()}
+    most = sorted(changes, key=lambda name: -changes[name])[:_COLOURED]
+    for name in [*(lines.keys() - most), *most]:
+        if name in most:
+            mark = _MARKS[most.index(name) % len(_MARKS)]
+            axes.plot(bits, lines[name], marker=mark, ms=4, lw=1, label=name)
+        else:
+            axes.plot(bits, lines[name], color="#c3c8ce", lw=0.6, zorder=1)
+    flat = sum(change < _FLAT for change in changes.values())
+    axes.set_title(
+        f"{flat} of {len(lines)} layers change by less than {_FLAT}", fontsize=9
+    )
     legend_above(figure)
 
 
@@ -228,6 +241,31 @@ def _bits(figure: "Figure", rows: list[Row], results: Results) -> None:
     bits = [int(text[1:].split("A")[0]) for text in found["bits"].values()]
     names = list(found["bits"])
     draw_bars(figure, names, bits, [found["kinds"][name] for name in names])
+
+
+def _method(figure: "Figure", rows: list[Row], results: Results) -> None:
+    """Draw the steps side by side: ORM, the importance of layers, their bits."""
+    figure.set_size_inches(9.6, 3.8)
+    found = results[rows[0].name]
+    names = list(found["bits"])
+    places = np.arange(len(names))
+    heat, *charts = figure.subplots(1, 3)
+    image = heat.imshow(np.array(found["matrix"]), cmap="Blues")
+    heat.set_title(f"ORM of {found['images']} images", fontsize=9)
+    figure.colorbar(image, ax=heat, shrink=0.6).outline.set_visible(False)
+    bits = [int(found["bits"][name][1:].split("A")[0]) for name in names]
+    values = {
+        "importance θ": [found["importance"][name] for name in names],
+        f"bits in {found['mib']:.2f} MiB": bits,
+    }
+    for axes, (title, heights) in zip(charts, values.items(), strict=True):
+        axes.barh(places, heights, 0.8)
+        axes.set_title(title, fontsize=9)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+    charts[0].set_yticks(places, names, fontsize=5)
+    charts[1].set_yticks([])
+    heat.set_xticks([])
+    heat.set_yticks(range(len(found["labels"])), found["labels"], fontsize=5)
 
 
 def _cost(figure: "Figure", rows: list[Row], results: Results) -> None:
@@ -258,5 +296,6 @@ _DRAWINGS: dict[str, Callable[["Figure", list[Row], Results], None]] = {
     "cost": _cost,
     "layer": _layers,
     "matrix": _matrices,
+    "method": _method,
     "scatter": _scatter,
 }

@@ -1,7 +1,8 @@
 """The paper's tables and figures, row by row, and how each row is run.
 
-Sizes are MiB in the paper's accounting, accuracies top-1 in per cent. Drawings that
-explain the method (overview, deconstruction, linear program) are left out.
+Sizes are MiB in the paper's accounting, accuracies top-1 in per cent. In place of the
+drawings that explain the method (overview, deconstruction, linear program) there is
+``figure-method``, which shows its steps on a real network.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,9 +19,19 @@ from ompq.workflow import ANYTHING
 
 HALFWAY = "halfway"  # HAWQ-V3's medium limit on bit-operations, as the paper quotes it
 Measure = Literal[
-    "network", "float", "plan", "orthogonality", "layer", "matrix", "time", "published"
+    "network",
+    "float",
+    "plan",
+    "method",
+    "orthogonality",
+    "layer",
+    "matrix",
+    "time",
+    "published",
 ]
-Drawing = Literal["", "accuracy", "beta", "bits", "cost", "layer", "matrix", "scatter"]
+Drawing = Literal[
+    "", "accuracy", "beta", "bits", "cost", "layer", "matrix", "method", "scatter"
+]
 
 
 @dataclass(frozen=True)
@@ -114,20 +125,41 @@ def _baseline(top1: float, mib: float, giga_bit_ops: float | None = None) -> Row
     return row if giga_bit_ops is None else _costing(row, mib, giga_bit_ops)
 
 
+# What a rival does here in a simpler way than in its publication, beside its row.
+SIMPLER: Mapping[str, str] = MappingProxyType(
+    {
+        "BRECQ": "squared errors without Fisher information, as its code by default; "
+        "its search without terms for pairs of 2-bit layers",
+        "FracBits-PACT": "widths of weights are learned, those of activations are 8",
+        "HAQ": "uniform grids instead of codebooks; rewards low divergence instead of "
+        "accuracy after an epoch of training",
+        "HAWQ-V3": "requantization is added after training, not simulated in it",
+        "LQ-Nets": "levels of weights are learned; activations have uniform grids",
+        "OneBitwidth": "PACT's rounding and schedule",
+        "PACT": "starts from the float network; its clipping values do not decay",
+        "RVQuant": "learning rate and number of epochs are ours",
+        "ZeroQ": "one width for all layers; its search for mixed ones is left out",
+    }
+)
 _ompq = partial(_sized, "ompq", "OMPQ")
-_brecq = partial(_sized, "brecq", "BRECQ", protocol="brecq")  # its own search, too
+# With its own search, too.
+_brecq = partial(_sized, "brecq", "BRECQ", protocol="brecq", note=SIMPLER["BRECQ"])
 
 
 def _brecq_exact(size: float) -> Row:
     """Return BRECQ's table of block losses with the exact solver beside its search."""
-    row = _sized("brecq-exact", "BRECQ, exact solver", size, protocol="brecq")
-    return replace(row, plan={"method": "exact"})
+    return replace(
+        _brecq(size),
+        name=f"brecq-exact-{size:g}",
+        method="BRECQ, exact solver",
+        plan={"method": "exact"},
+    )
 
 
 def _fracbits(size: float, top1: float) -> Row:
     """Return FracBits, which searches while it trains."""
     row = _sized("fracbits", "FracBits-PACT", size, top1, protocol="ours", plan=_PAPER)
-    return replace(row, train="fracbits-pact")
+    return replace(row, train="fracbits-pact", note=SIMPLER["FracBits-PACT"])
 
 
 def _ours(size: float, **plan: Any) -> Row:
@@ -140,7 +172,8 @@ def _trained(method: str, top1: float, budget: str = ANYTHING, **more: Any) -> R
     """Return another method, trained by the recipe of its name."""
     name = {"OneBitwidth": "one-bitwidth"}.get(method, method.lower())
     plan = {**_PAPER, **more.pop("plan")}
-    more = {"protocol": "ours", "train": name, "plan": plan, **more}
+    note = "; ".join(text for text in (more.pop("note", ""), SIMPLER[method]) if text)
+    more = {"protocol": "ours", "train": name, "plan": plan, "note": note, **more}
     return Row(name, method, top1, budget, **more)
 
 
@@ -153,7 +186,8 @@ def _as_protocol(
     **plan: Any,
 ) -> Row:
     """Return a row that is planned and trained by the same protocol."""
-    return Row(name, method, top1, budget, protocol=protocol, plan=plan, train=protocol)
+    more = {"protocol": protocol, "plan": plan, "train": protocol}
+    return Row(name, method, top1, budget, **more, note=SIMPLER.get(method, ""))
 
 
 def _published(bits: str, top1: float, **more: Any) -> Row:
@@ -182,7 +216,6 @@ _QAT_18 = (
     _costing(_qat("ompq-a6", 72.08, "6.7MiB", activation_choices=(6,)), 6.7, 75),
     _costing(_published("qat-resnet18-6.7-a6", 72.08), 6.7, 75),
 )
-_CHANNELS = "runs for cifar:resnet18, 20 and 56, whose channels can be multiplied"
 _REINFORCED: dict[str, Any] = {
     "plan": {"activation_choices": (32,)},
     "train": "ours",
@@ -191,7 +224,6 @@ _REINFORCED: dict[str, Any] = {
 _MULTIPLIED: dict[str, Any] = {
     "plan": {"choices": (4,)},
     "search": "channels",
-    "note": _CHANNELS,
 }
 _QAT_50 = (
     _baseline(77.72, 97.8, 3951),
@@ -217,6 +249,7 @@ _ZEROQ = Row(
     quantize={**_MINMAX, "equalize": False, "restore_moments": False},
     reconstruct=False,
     distilled=True,
+    note=SIMPLER["ZeroQ"],
 )
 _BRECQ_DISTILLED = Row(
     "brecq-distilled",
@@ -226,6 +259,7 @@ _BRECQ_DISTILLED = Row(
     protocol="brecq",
     plan=_same(4, 4, method="exact", pinned={**ENDS, **_STEM, "@first": (8, 32)}),
     distilled=True,
+    note=SIMPLER["BRECQ"],
 )
 _PTQ_18 = (
     _baseline(71.08, 44.6),
@@ -325,6 +359,7 @@ def _search(name: str, method: str, note: str = "", **more: Any) -> Row:
     )
 
 
+_RANDOM_LISTS = 16  # of bits, whose orthogonality is compared with their accuracy
 _COSTS = (
     _search(
         "fracbits",
@@ -360,16 +395,22 @@ def _figures(network: str, size: float) -> list[tuple[Any, ...]]:
         Row(
             f"random-{seed}",
             "random bits",
-            budget=f"{size * factor:.3g}MiB",
-            plan={"score": Random(seed), "method": "exact"},
+            budget=f"{size}MiB",  # one size: points would rise with it
+            plan={
+                "score": Random(seed),
+                "method": "exact",
+                "activation_choices": (FLOAT_BITS,),
+            },
             measure="orthogonality",
             at=seed,
         )
-        for seed, factor in enumerate((1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35))
+        for seed in range(_RANDOM_LISTS)
     ]
     layers = [Row(f"{b}-bits", "layers", measure="layer", at=b) for b in range(2, 9)]
     bits = [replace(_ompq(size), measure="plan")]
+    method = [replace(_ompq(size), measure="method")]
     drawn = (
+        ("method", "From the network to its bits", method, None, "method"),
         ("orm-accuracy", "Orthogonality and accuracy", random, None, "scatter"),
         (
             "orthogonality-bits",

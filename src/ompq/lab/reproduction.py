@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -51,10 +52,11 @@ from ompq.lab.published_bits import published_bits
 from ompq.lab.research_options import ReproduceOptions
 from ompq.lab.rivals.reinforcement import ReinforceConfig, reinforce
 from ompq.lab.rivals.wide_channels import one_bitwidth
-from ompq.models.builtin_networks import CIFAR_NETWORKS
+from ompq.layers import plain_class, quantized_layers
+from ompq.models.builtin_networks import CIFAR_NETWORKS, multiply_channels
 from ompq.models.named_models import NamedModel
 from ompq.network.attention import with_layers
-from ompq.network.graph import trace
+from ompq.network.graph import RECORD, trace
 from ompq.network.observation import copy_network
 from ompq.network.units import Choice, select
 from ompq.planning import free_choices
@@ -76,7 +78,6 @@ from ompq.workflow import (
 )
 
 _TILE = 1000  # rows of a product at a time: 40 MB for 10,000 columns
-_LAYERS = 4  # whose orthogonality is shown by their bits
 _TABLES = "scores"  # folder of the score tables, for all experiments
 QUICK_SAMPLES, QUICK_IMAGES = 16, 64  # with --quick
 
@@ -342,15 +343,11 @@ def _train(row: Row, network: nn.Module, bench: Bench, teacher: nn.Module) -> nn
 
 
 def _channels(row: Row, bench: Bench) -> dict[str, Any]:
-    """Widen a CIFAR ResNet instead of choosing bits, and train it from scratch."""
-    if bench.model.name not in CIFAR_NETWORKS:
-        raise ModelError(row.note)
-    build = CIFAR_NETWORKS[bench.model.name]
+    """Widen a network instead of choosing bits, and train it from scratch."""
     config = replace(_plan_config(row, bench), pinned={})
     [choice] = free_choices(config)
-    device = model_device(bench.model.module)
     made = one_bitwidth(
-        lambda width: build(width=width).to(device),
+        partial(_wider, bench.model),
         bench.samples[: bench.plan_samples],
         bench.budget(row.budget),
         choice.weight,
@@ -360,6 +357,21 @@ def _channels(row: Row, bench: Bench) -> dict[str, Any]:
     work = replace(bench.work(), model=made.model)
     network = _train(row, work.quantize(made.plan), bench, made.model)
     return {**_finalize(bench.work(), network, bench), **_sizes(made.plan, network)}
+
+
+def _wider(model: NamedModel, width: float) -> nn.Module:
+    """Return a network with more channels, or fewer, and random weights."""
+    device = model_device(model.module)
+    if model.name in CIFAR_NETWORKS:
+        return CIFAR_NETWORKS[model.name](width=width).to(device)
+    if not model.name.startswith("torchvision:resnet"):
+        raise ModelError(
+            f"{model.name} is not a ResNet of torchvision or CIFAR, whose channels can "
+            "be multiplied"
+        )
+    network = copy_network(model.module)
+    multiply_channels(network, width)
+    return network.to(device)
 
 
 def _finalize(work: Workflow, network: nn.Module, bench: Bench) -> dict[str, Any]:
@@ -394,13 +406,17 @@ def _plan(row: Row, bench: Bench) -> dict[str, Any]:
 
 
 def _orthogonality(row: Row, bench: Bench) -> dict[str, Any]:
-    """Round to random bits, and compare orthogonality with accuracy."""
-    plan = plan_row(row, bench)
-    bits = {n: choice.weight for n, choice in plan.allocation.items()}
-    rounded = _round_weights(bench, bits)
+    """Quantize weights to random bits, and compare orthogonality with accuracy."""
+    plan, work = plan_row(row, bench), bench.work()
+    network = work.quantize(plan)
+    found = _evaluate(work, network, bench)
+    with torch.no_grad():
+        for layer in quantized_layers(network).values():
+            layer.weight.copy_(layer.rounded_weight())
+            layer.__class__ = plain_class(layer)
+    delattr(network, RECORD)  # it is a float network now, with the same outputs
     few = bench.samples[: bench.plan_samples]
-    matrix = measure_orm(plan.graph, rounded, few).matrix
-    found = _evaluate(bench.work(), rounded, bench)
+    matrix = measure_orm(trace(network, few), network, few).matrix
     # ORM is 1 where functions depend on each other: what is missing is orthogonality.
     return {**found, **_sizes(plan), "orthogonality": float((1 - matrix).sum())}
 
@@ -408,28 +424,35 @@ def _orthogonality(row: Row, bench: Bench) -> dict[str, Any]:
 def _layer(row: Row, bench: Bench) -> dict[str, Any]:
     """Round one layer after another; return its orthogonality to all others."""
     few = bench.samples[: bench.plan_samples]
-    graph = trace(bench.model.module, few)
-    step = max(1, len(graph) // _LAYERS)
-    found = {}
-    for unit in graph.units[step // 2 :: step][:_LAYERS]:
-        rounded = _round_weights(bench, {unit.name: int(row.at or 0)})
-        result = measure_orm(graph, rounded, few)
+    network = with_layers(copy_network(bench.model.module), few)
+    graph, found = trace(network, few), {}
+    for place, unit in enumerate(graph.units):
+        weight = network.get_parameter(unit.parameter)
+        kept = weight.detach().clone()
+        grid = search_weight(kept, int(row.at or 0))
+        with torch.no_grad():
+            weight.copy_(grid.fake(kept))
+            result = measure_orm(graph, network, few)
+            weight.copy_(kept)
         others = max(len(result.labels) - 1, 1)
-        gamma = float(result.gamma[graph.names.index(unit.name)])
-        found[unit.name] = 1 - gamma / others
+        found[unit.name] = 1 - float(result.gamma[place]) / others
     return {"layers": found}
 
 
-def _round_weights(bench: Bench, bits: Mapping[str, int]) -> nn.Module:
-    """Return a copy of the network in which only these weights are rounded."""
-    network = with_layers(copy_network(bench.model.module), bench.samples)
-    graph = trace(network, bench.samples[:1])
-    with torch.no_grad():
-        for name, width in bits.items():
-            weight = network.get_parameter(graph[name].parameter)
-            if width <= 8:
-                weight.copy_(search_weight(weight, width).fake(weight))
-    return network
+def _method(row: Row, bench: Bench) -> dict[str, Any]:
+    """Return each step of the paper's method: ORM, importance, bits."""
+    plan = plan_row(row, bench)
+    few = bench.samples[: bench.plan_samples]
+    found = measure_orm(plan.graph, bench.model.module, few)
+    return {
+        **_sizes(plan),
+        "images": len(few),
+        "matrix": found.matrix.tolist(),
+        "labels": list(found.labels),
+        "importance": dict(
+            zip(plan.graph.names, found.importance.tolist(), strict=True)
+        ),
+    }
 
 
 def _matrix(row: Row, bench: Bench) -> dict[str, Any]:
@@ -482,6 +505,7 @@ _MEASURES: dict[str, Callable[[Row, Bench], dict[str, Any]]] = {
     "network": _network,
     "float": _float,
     "plan": _plan,
+    "method": _method,
     "orthogonality": _orthogonality,
     "layer": _layer,
     "matrix": _matrix,

@@ -106,7 +106,7 @@ def cifar_resnet18(classes: int = 10, *, width: float = 1.0) -> nn.Module:
     resnet = torchvision_library("torchvision.models.resnet")
     network: Any = resnet.resnet18(num_classes=classes)
     if width != 1:
-        _multiply_channels(network, width)
+        multiply_channels(network, width)
     few = network.bn1.num_features
     network.conv1 = nn.Conv2d(3, few, 3, 1, 1, bias=False)
     nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out")
@@ -115,24 +115,40 @@ def cifar_resnet18(classes: int = 10, *, width: float = 1.0) -> nn.Module:
     return network  # type: ignore[no-any-return]
 
 
-def _multiply_channels(network: Any, width: float) -> None:
-    """Replace all that follows the first convolution of torchvision's ResNet-18."""
-    block = torchvision_library("torchvision.models.resnet").BasicBlock
-    few, *more = (max(1, round(n * width)) for n in (64, 64, 128, 256, 512))
-    network.bn1, channels = nn.BatchNorm2d(few), few
-    for stage, wider in enumerate(more):
-        stride, shortcut = min(stage + 1, 2), None
-        if stage:
-            convolution = nn.Conv2d(channels, wider, 1, stride, bias=False)
-            shortcut = nn.Sequential(convolution, nn.BatchNorm2d(wider))
-        first = block(channels, wider, stride, shortcut)
-        blocks = nn.Sequential(first, block(wider, wider))
-        setattr(network, f"layer{stage + 1}", blocks)
-        channels = wider
-    network.fc = nn.Linear(channels, network.fc.out_features)
-    for module in network.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out")
+def multiply_channels(network: nn.Module, width: float) -> None:
+    """Replace the layers of a convolutional network by wider ones with random weights.
+
+    What it reads and what it returns keep their channels. Groups are not supported.
+    """
+
+    def wider(channels: int) -> int:
+        return max(1, round(channels * width))
+
+    layers = [
+        (name, layer)
+        for name, layer in network.named_modules()
+        if isinstance(layer, nn.Conv2d | nn.BatchNorm2d | nn.Linear)
+    ]
+    first, last = layers[0][1], layers[-1][1]
+    for name, layer in layers:
+        made: nn.Module
+        if isinstance(layer, nn.BatchNorm2d):
+            made = nn.BatchNorm2d(wider(layer.num_features))
+        elif isinstance(layer, nn.Linear):
+            outputs = layer.out_features
+            outputs = outputs if layer is last else wider(outputs)
+            made = nn.Linear(wider(layer.in_features), outputs)
+        else:
+            made = nn.Conv2d(
+                layer.in_channels if layer is first else wider(layer.in_channels),
+                wider(layer.out_channels),
+                layer.kernel_size,  # type: ignore[arg-type]
+                layer.stride,  # type: ignore[arg-type]
+                layer.padding,  # type: ignore[arg-type]
+                bias=layer.bias is not None,
+            )
+            nn.init.kaiming_normal_(made.weight, mode="fan_out")
+        network.set_submodule(name, made)
 
 
 def _stage(channels_in: int, channels: int, stride: int, blocks: int) -> nn.Sequential:
