@@ -5,11 +5,12 @@ for training, the bits of activations. Those of HAWQ-V3 begin with ``hawq-v3``. 
 have torchvision's names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from ompq.allocation.problem import Allocation
 from ompq.errors import PlanError, shorten, suggestion
@@ -32,15 +33,23 @@ class PublishedBits:
 @cache
 def published_lists() -> Mapping[str, PublishedBits]:
     """Return all lists by name."""
-    data = read_json(_FILE)
-    found = {}
+    return MappingProxyType(
+        {
+            name: PublishedBits(
+                entry["network"], bits, entry["mib"], entry["giga_bit_ops"]
+            )
+            for name, bits, entry in read_lists(_FILE)
+        }
+    )
+
+
+def read_lists(path: Path) -> Iterator[tuple[str, Allocation, Mapping[str, Any]]]:
+    """Yield name, bits and entry of each list in a file that comes with ompq."""
+    data = read_json(path)
     for name, entry in data["lists"].items():
         units = data["layers"][entry["network"]]
         rows = zip(units, entry["weights"], entry["inputs"], strict=True)
-        bits = Allocation({unit: Choice(int(w), int(a)) for unit, w, a in rows})
-        sizes = entry["mib"], entry["giga_bit_ops"]
-        found[name] = PublishedBits(entry["network"], bits, *sizes)
-    return MappingProxyType(found)
+        yield name, Allocation({unit: Choice(w, a) for unit, w, a in rows}), entry
 
 
 def published_bits(name: str) -> Allocation:

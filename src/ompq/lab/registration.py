@@ -46,6 +46,7 @@ EXTENSIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "named bits": {
         "published": "ompq.lab.published_bits:published_bits",
+        "zoo": "ompq.lab.zoo:zoo_bits",
     },
     "command": {
         "audit": {
@@ -57,6 +58,11 @@ EXTENSIONS: Mapping[str, Mapping[str, Any]] = {
             "module": "ompq.lab.research_commands",
             "panel": "Research",
             "summary": "Reproduce a table or figure of the OMPQ paper.",
+        },
+        "zoo": {
+            "module": "ompq.lab.zoo",
+            "panel": "Research",
+            "summary": "List plans that come with ompq, for well-known networks.",
         },
     },
 }
