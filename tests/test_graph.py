@@ -61,6 +61,7 @@ def test_tie_joins_groups_and_untie_frees_them(graph):
     joined = graph.tie([["stem", "block2.conv2"]])
     assert joined["block2.downsample.0"].group == joined["stem"].group
     assert len(tied.untie().groups) == len(graph)
+    assert [unit.name for unit in graph] == list(graph.names)
 
 
 def test_json_round_trip(graph):

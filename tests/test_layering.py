@@ -87,7 +87,7 @@ ORDER = {
     "more_scores.loss_gradients more_scores.orm_shift rivals.reinforcement "
     "rivals.wide_channels solvers brecq protocols audit_settings "
     "audits published_bits paper_tables paper_figures research_options reproduction "
-    "audit_command research_commands registration",
+    "audit_command zoo research_commands registration",
 }
 PLACES = [
     f"{package}.{module}".rstrip(".")

@@ -49,7 +49,11 @@ def read_lists(path: Path) -> Iterator[tuple[str, Allocation, Mapping[str, Any]]
     for name, entry in data["lists"].items():
         units = data["layers"][entry["network"]]
         rows = zip(units, entry["weights"], entry["inputs"], strict=True)
-        yield name, Allocation({unit: Choice(w, a) for unit, w, a in rows}), entry
+        yield (
+            name,
+            Allocation({unit: Choice(int(w), int(a)) for unit, w, a in rows}),
+            entry,
+        )
 
 
 def published_bits(name: str) -> Allocation:

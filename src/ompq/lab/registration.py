@@ -60,7 +60,7 @@ EXTENSIONS: Mapping[str, Mapping[str, Any]] = {
             "summary": "Reproduce a table or figure of the OMPQ paper.",
         },
         "zoo": {
-            "module": "ompq.lab.zoo",
+            "module": "ompq.lab.research_commands",
             "panel": "Research",
             "summary": "List plans that come with ompq, for well-known networks.",
         },

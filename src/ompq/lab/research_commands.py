@@ -1,4 +1,4 @@
-"""The commands audit and reproduce: their help and examples.
+"""The commands audit, reproduce and zoo: their help and examples.
 
 As in :mod:`ompq.cli.commands`, the module that does the work is imported when a command
 is called, so that help needs neither PyTorch nor NumPy.
@@ -8,7 +8,7 @@ from ompq.cli.command_registry import calls
 from ompq.cli.console import Console, View
 from ompq.cli.option_groups import CacheOptions, PlanOptions, SourceOptions
 from ompq.cli.options import BudgetOption
-from ompq.lab.research_options import AuditOptions, ReproduceOptions
+from ompq.lab.research_options import AuditOptions, ReproduceOptions, ZooNetwork
 
 
 @calls("ompq.lab.audit_command:run_audit")
@@ -53,4 +53,19 @@ def reproduce(options: ReproduceOptions, console: Console) -> View:
     SVG, PDF and PNG. Each row is saved as soon as it is measured; the same command
     continues a stopped run. Rows that train take days on ImageNet; select others with
     --rows.
+    """
+
+
+@calls("ompq.lab.zoo:run_zoo")
+def zoo(network: ZooNetwork = None) -> View:
+    r"""List plans that come with ompq: bits of well-known networks at a few sizes.
+
+    Examples:
+      ompq zoo
+      ompq zoo mobilenet_v2
+      ompq quantize torchvision:resnet18 --data images/ \
+        --plan zoo:resnet18-4.0MiB -o out/
+
+    Loss and divergence are those of networks that are only rounded. Where no trained
+    weights were at hand, only the shapes of the layers decided: plan anew if you can.
     """

@@ -1,4 +1,4 @@
-"""The options of audit and reproduce; nothing here imports PyTorch."""
+"""The options of audit, reproduce and zoo; nothing here imports PyTorch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,3 +102,8 @@ class ReproduceOptions:
         "Scale every row down, to try it in minutes. The numbers mean nothing."
     )
     strict: bool = flag("Fail if a row cannot be run.")
+
+
+ZooNetwork = Annotated[
+    str | None, argument("NETWORK", "Only plans of this network: resnet18.")
+]

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Any
 
 from ompq.allocation.problem import Allocation
 from ompq.amounts import in_bytes
-from ompq.cli.console import Column, Console, View
-from ompq.cli.options import argument
+from ompq.cli.console import Column, View
 from ompq.errors import PlanError, shorten, suggestion
 from ompq.lab.published_bits import read_lists
 
@@ -74,28 +73,13 @@ def zoo_bits(name: str) -> Allocation:
     return known[name].allocation
 
 
-def zoo(
-    _console: Console,
-    network: Annotated[
-        str | None, argument("NETWORK", "Only plans of this network: resnet18.")
-    ] = None,
-) -> View:
-    r"""List plans that come with ompq: bits of well-known networks at a few sizes.
-
-    Examples:
-      ompq zoo
-      ompq zoo mobilenet_v2
-      ompq quantize torchvision:resnet18 --data images/ \
-        --plan zoo:resnet18-4.0MiB -o out/
-
-    Loss and divergence are those of networks that are only rounded. Where no trained
-    weights were at hand, only the shapes of the layers decided: plan anew if you can.
-    """
+def run_zoo(network: str | None) -> View:
+    """List the plans of the zoo, perhaps only those of one network."""
     known = zoo_plans()
     shown = {
         name: one
         for name, one in known.items()
-        if network is None or network in (one.network, one.network.partition(":")[2])
+        if network is None or network in one.network
     }
     if not shown:
         names = list(dict.fromkeys(one.network for one in known.values()))
@@ -117,7 +101,8 @@ def zoo(
             "left",
         ),
     ]
-    return View([_plain(name, one) for name, one in shown.items()], "", columns)
+    data = [_plain(name, one) for name, one in shown.items()]
+    return View(data, f"{len(data)} plans", [columns])
 
 
 def _measured(value: float | None) -> str:

@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from math import prod
@@ -248,6 +248,9 @@ class LayerGraph:
 
     def __len__(self) -> int:
         return len(self.units)
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self.units)
 
     def __repr__(self) -> str:
         weights = sum(unit.weights for unit in self.units)
