@@ -244,7 +244,7 @@ def _bits(figure: "Figure", rows: list[Row], results: Results) -> None:
 
 
 def _method(figure: "Figure", rows: list[Row], results: Results) -> None:
-    """Draw the steps side by side: ORM, the importance of layers, their bits."""
+    """Draw the steps side by side: ORM, the coefficients of the program, its bits."""
     figure.set_size_inches(9.6, 3.8)
     found = results[rows[0].name]
     names = list(found["bits"])
@@ -255,7 +255,7 @@ def _method(figure: "Figure", rows: list[Row], results: Results) -> None:
     figure.colorbar(image, ax=heat, shrink=0.6).outline.set_visible(False)
     bits = [int(found["bits"][name][1:].split("A")[0]) for name in names]
     values = {
-        "importance θ": [found["importance"][name] for name in names],
+        "coefficient of a bit": [found["importance"][name] for name in names],
         f"bits in {found['mib']:.2f} MiB": bits,
     }
     for axes, (title, heights) in zip(charts, values.items(), strict=True):
