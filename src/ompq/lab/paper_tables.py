@@ -186,7 +186,7 @@ def _as_protocol(
     **plan: Any,
 ) -> Row:
     """Return a row that is planned and trained by the same protocol."""
-    more = {"protocol": protocol, "plan": plan, "train": protocol}
+    more: dict[str, Any] = {"protocol": protocol, "plan": plan, "train": protocol}
     return Row(name, method, top1, budget, **more, note=SIMPLER.get(method, ""))
 
 
