@@ -3,12 +3,11 @@ import math
 
 import pytest
 import torch
-from scipy.stats import binomtest
 from torch import nn
 
 from ompq.errors import DataError, ModelError
 from ompq.evaluation import evaluate
-from ompq.evaluation_result import Evaluation, wilson_interval
+from ompq.evaluation_result import Evaluation
 from ompq.samples import Samples, class_rows
 
 
@@ -57,20 +56,6 @@ def test_top5_needs_five_classes():
     assert evaluate(Table(4), [(inputs, targets)]).top5 is None
     inputs, targets = labelled(classes=5)
     assert evaluate(Table(5), [(inputs, targets)]).top5 == 1.0
-
-
-@pytest.mark.parametrize(("right", "count"), [(8, 10), (0, 5), (5, 5), (1800, 2500)])
-def test_interval_is_wilsons(right, count):
-    expected = binomtest(right, count).proportion_ci(0.95, method="wilson")
-    assert wilson_interval(right, count) == pytest.approx(
-        (expected.low, expected.high), abs=1e-12
-    )
-
-
-@pytest.mark.parametrize("count", range(1, 50))
-def test_the_interval_holds_the_fraction_at_both_ends(count):
-    assert wilson_interval(0, count)[0] == 0
-    assert wilson_interval(count, count)[1] == 1
 
 
 def test_comparison_with_a_reference_equals_loops():

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from ompq.bit_widths import check_bits
 from ompq.grids import (
     Grid,
     integer_weight,
@@ -95,14 +94,6 @@ def test_zeros_that_no_byte_holds_are_refused(zero_point, bits):
     codes = torch.arange(2**bits)
     with pytest.raises(ValueError, match="zero_point=.* does not fit signed"):
         integer_weight(codes, torch.tensor(zero_point), bits)
-
-
-@pytest.mark.parametrize("bits", [1, 9, 0, -2, 2.5])
-def test_wrong_bits_are_refused_with_the_limits(bits):
-    with pytest.raises(ValueError, match=rf"bits={bits} .* integer from 2 to 8"):
-        check_bits(bits)
-    with pytest.raises(ValueError, match="integer from 2 to 8"):
-        Grid(torch.tensor(1.0), torch.tensor(0.0), bits)
 
 
 def test_rounding_passes_the_gradient():

@@ -19,7 +19,6 @@ from nets import (
 )
 from ompq.errors import QuantizationError
 from ompq.evaluation import evaluate
-from ompq.integer import links
 from ompq.integer.engine import IntegerNetwork
 from ompq.integer.finalization import finalize
 from ompq.integer.lowering import Steps, lower, output_names
@@ -313,25 +312,6 @@ def test_what_a_grid_clips_stays_clipped_where_it_is_made_coarser():
     network = finalize(given, images())
     found = quantized_layers(network)["block1.conv1"].rounded_weight().amax()
     assert found.item() == pytest.approx(expected.item(), rel=0.02)
-
-
-def test_weights_are_quantized_once_until_they_change(monkeypatch):
-    network = finalized(weight=8)
-    calls = []
-    original = links.layer_weight
-    monkeypatch.setattr(
-        links, "layer_weight", lambda *a: calls.append(a) or original(*a)
-    )
-    with torch.no_grad():
-        first = network(images(4))
-        assert torch.equal(network(images(4)), first)
-        assert len(calls) == len(quantized_layers(network))
-        network.head.bias += 1.0
-        torch.testing.assert_close(network(images(4)), first + 1.0, rtol=0, atol=1e-4)
-        assert len(calls) == len(quantized_layers(network)) + 1
-        network.block1.conv1.weight_scale.mul_(1.1)
-        assert not torch.equal(network(images(4)), first + 1.0)
-        assert len(calls) == len(quantized_layers(network)) + 2
 
 
 def test_layers_that_do_not_saturate_keep_their_bits():

@@ -12,19 +12,15 @@ import ompq
 from cli_tools import network_file, run, run_json
 from ompq import measurement
 from ompq.cli import option_groups
-from ompq.cli.loading import plan_count
-from ompq.cli.option_groups import PlanOptions, ScoreOptions
 from ompq.cli.views import totals
-from ompq.configs import PLAN_PROTOCOLS, OrmSettings, PlanConfig
+from ompq.configs import PLAN_PROTOCOLS, PlanConfig
 from ompq.costs import overhead_bytes
 from ompq.datasets.named_data import load_data
 from ompq.models.named_models import load_model
-from ompq.network.units import Choice
-from ompq.planning import chosen_score, free_choices, plan as make_plan
+from ompq.planning import plan as make_plan
 from ompq.plans import Plan
 from ompq.progress import Stages
 from ompq.scores.catalogue import SCORES
-from ompq.scores.orthogonality import Orm
 
 NAMES = ["stem", "block.conv1", "block.conv2", "block.shortcut", "fc"]
 
@@ -241,26 +237,6 @@ def test_a_protocol_brings_its_settings_and_yields_to_options(net):
     own = run_json(*words, "--method", "exact", "--score", "weight_noise")
     assert (own["method"], own["score"]) == ("exact", "weight_noise")
     assert own["accounting"] == config.accounting
-
-
-def test_options_of_orm_reach_the_score():
-    options = ScoreOptions(
-        protocol="paper-ptq", beta=3.0, decreasing="-x", centred=True
-    )
-    wanted = OrmSettings(beta=3.0, decreasing="-x", centred=True)
-    assert chosen_score(options.config()) == Orm(wanted)
-    blocks = ScoreOptions(score="orm_distortion", granularity="block")
-    distortion = chosen_score(blocks.config())
-    assert distortion.settings == OrmSettings(per_function=True, granularity="block")
-    pairs = free_choices(PlanOptions(choices="W4A4, w8a8").config())
-    assert pairs == [Choice(4, 4), Choice(8, 8)]
-
-
-def test_the_papers_number_of_samples_goes_with_its_protocol():
-    assert plan_count(None, "torchvision:resnet18") == 64
-    assert plan_count("ours", "torchvision:mobilenet_v2") == 64
-    assert plan_count("paper-ptq", "torchvision:mobilenet_v2") == 32
-    assert plan_count("paper-ptq", "timm:mobilenetv2_100") == 32
 
 
 def test_a_score_of_the_users_own(net, tmp_path):

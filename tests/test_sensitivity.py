@@ -1,12 +1,19 @@
+import copy
+
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from catalogue_cases import CHOICES
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.network.graph import trace
+from ompq.network.units import Choice
+from ompq.outputs import drawn_classes
 from ompq.scores import sensitivity
 from ompq.scores.sensitivity import Sensitivity
+from ompq.scores.weight_noise import noise_ratios, quickly_rounded
+from ompq.weight_ranges import search_weight
 from tables import score_inputs
 
 
@@ -19,6 +26,126 @@ def test_sensitivity_does_not_depend_on_batches(monkeypatch):
     parts = Sensitivity()(score_inputs(graph, network, inputs, CHOICES)).damage
     # But for the means, which are those of a batch.
     assert parts == pytest.approx(whole, rel=0.5)
+
+
+@pytest.fixture(scope="module")
+def network():
+    return seeded(TinyResNet())
+
+
+def rounded(network, name, bits):
+    weight = network.get_parameter(f"{name}.weight").detach()
+    return weight if bits == 32 else search_weight(weight, bits).fake(weight)
+
+
+def expected_divergence(network, unit, rounded, inputs, labels, counts):
+    """Half the mean square of d log p, one channel's centred error at a time.
+
+    Of the classifier's error, the geometric mean of that and of all channels at once.
+    """
+    twin = copy.deepcopy(network).double()
+    module = twin.get_submodule(unit.name)
+    kept = {}
+    with module.register_forward_hook(lambda _m, args, out: kept.update(x=args, y=out)):
+        twin(inputs)
+    plain = copy.deepcopy(module)
+    plain.weight.copy_(rounded)
+    error = plain(*kept["x"]) - kept["y"]
+    axes = [axis for axis in range(error.dim()) if axis != 1]
+    error = error - error.mean(axes, keepdim=True)
+
+    def squares(part):
+        moved, ends = torch.zeros_like(error), []
+        moved[:, part] = error[:, part]
+        for step in (1e-4, -1e-4):
+            with module.register_forward_hook(lambda _m, _a, y, d=step: y + d * moved):
+                log_p = twin(inputs).log_softmax(1)
+            ends.append(log_p.gather(1, labels[:, None])[:, 0])
+        return float((((ends[0] - ends[1]) / 2e-4).square() * counts).sum())
+
+    total = sum(squares(slice(c, c + 1)) for c in range(error.shape[1]))
+    if error.dim() == 2:
+        total = (total * squares(slice(None))) ** 0.5
+    return total / 2 / len(inputs)
+
+
+def test_sensitivity_is_noise_times_what_of_it_finite_differences_expect():
+    network, inputs = seeded(TinyMobileNet()), images(6)
+    graph = trace(network, inputs)
+    choices = [Choice(bits, 32) for bits in (2, 4, 8)]
+    found = Sensitivity(spatial=0.25)(score_inputs(graph, network, inputs, choices))
+    noise, expected = np.zeros((len(graph), 3)), np.zeros((len(graph), 2))
+    with torch.no_grad():
+        log_p = network(inputs).log_softmax(1)
+        drawn = drawn_classes(log_p, torch.Generator().manual_seed(0), 6)
+        for row, unit in enumerate(graph.units):
+            [rounding] = quickly_rounded(network, [unit], choices)
+            noise[row] = noise_ratios([rounding], choices)[0]
+            weight = network.get_parameter(unit.parameter)
+            expected[row] = [
+                expected_divergence(network, unit, rounded, inputs.double(), *drawn)
+                for rounded in weight + rounding.errors(tuple(choices[:2]))
+            ]
+    means = expected**0.7 * noise[:, :2] ** 0.3
+    shapes = [unit.weight_shape for unit in graph.units]  # (out, in, height, width)
+    spatial = [len(s) == 4 and s[1] > 1 and s[2] > 1 for s in shapes]
+    assert 0 < sum(spatial) < len(spatial)
+    means[spatial] /= 4
+    ratio = found.damage[:, :2] / means
+    assert ratio == pytest.approx(np.full_like(ratio, ratio[0, 0]), rel=2e-3)
+    # Above 4 bits the divergence is taken to follow the noise.
+    by_noise = found.damage[:, 1] * noise[:, 2] / noise[:, 1]
+    assert found.damage[:, 2] == pytest.approx(by_noise)
+    assert found.orm is not None
+
+
+@pytest.mark.parametrize("certain", [0.0, 6.0])
+def test_drawn_classes_average_squared_gradients_over_the_answers(certain):
+    logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    logits[:, 0] += certain
+    log_p = logits.log_softmax(1)
+    generator = torch.Generator().manual_seed(1)
+    direction = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0])
+    p = log_p.exp()
+    # The gradient of class k's log probability is onehot(k) - p.
+    along = direction - (p * direction).sum(1, keepdim=True)  # (3, 5)
+    exact = (p * along.square()).sum(1)
+    labels, counts = drawn_classes(log_p.repeat(4000, 1), generator, 12000)
+    squares = along.repeat(4000, 1).gather(1, labels[:, None])[:, 0].square()
+    found = (squares * counts).reshape(4000, 3).mean(0)
+    assert found.tolist() == pytest.approx(exact.tolist(), rel=0.1)
+
+
+def test_sensitivity_sees_weights_inside_attention_and_tied_ones(caplog):
+    class Attending(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(11, 8)
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.head = nn.Linear(8, 11, bias=False)
+            self.head.weight = self.words.weight
+
+        def forward(self, tokens):  # (N, T)
+            x = self.words(tokens)
+            x = x + self.attention(x, x, x, need_weights=False)[0]
+            return self.head(x.mean(1))
+
+    network = seeded(Attending())
+    tokens = torch.arange(24).reshape(6, 4) % 11
+    graph = trace(network, tokens)
+    damage = Sensitivity()(score_inputs(graph, network, tokens, CHOICES)).damage
+    assert "attention.in_proj" in graph.names
+    assert not caplog.text
+    assert (np.diff(damage, axis=1) < 0).all()
+
+
+def test_sensitivity_chooses_activation_bits_too():
+    network, inputs = seeded(TinyMobileNet()), images(6)
+    graph = trace(network, inputs)
+    choices = [Choice(4, 4), Choice(4, 8), Choice(8, 8), Choice(32, 32)]
+    damage = Sensitivity()(score_inputs(graph, network, inputs, choices)).damage
+    assert (np.diff(damage, axis=1) < 0).all()
+    assert (damage[:, 3] == 0).all()
 
 
 class Mixed(nn.Module):

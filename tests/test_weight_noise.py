@@ -3,11 +3,15 @@ import pytest
 import torch
 from torch import nn
 
-from nets import TinyMobileNet, images, seeded
+from catalogue_cases import CHOICES
+from nets import Chain, TinyMobileNet, TinyResNet, images, seeded
 from ompq.network.graph import trace
 from ompq.network.units import Choice
+from ompq.scores import sensitivity, weight_noise
+from ompq.scores.catalogue import score_table
 from ompq.scores.sensitivity import Sensitivity
 from ompq.scores.weight_noise import noise_ratios, quickly_rounded, rounded_weights
+from ompq.weight_ranges import row_stacks
 from tables import score_inputs
 
 
@@ -72,3 +76,108 @@ def test_noise_decides_where_gradients_vanish(factor):
     ratio = damage[faded] / noise[faded]
     assert (ratio > 0).all()
     assert ratio == pytest.approx(np.full_like(ratio, ratio[0, 0]), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def network():
+    return seeded(TinyResNet())
+
+
+@pytest.fixture(scope="module")
+def graph(network):
+    return trace(network, images())
+
+
+def test_noise_is_of_the_folded_weight(graph):
+    """Scaling a norm's channel scales that channel's share of the noise."""
+    network = seeded(TinyResNet())
+    before = score_table(
+        "weight_noise", score_inputs(graph, network, images(), CHOICES)
+    ).damage
+    with torch.no_grad():
+        network.norm.weight.mul_(3.0)  # all channels alike: the ratio stays
+    same = score_table(
+        "weight_noise", score_inputs(graph, network, images(), CHOICES)
+    ).damage
+    np.testing.assert_allclose(same, before, rtol=1e-4)
+    with torch.no_grad():
+        network.norm.weight[1:] = 0.0  # one channel is left
+    other = score_table(
+        "weight_noise", score_inputs(graph, network, images(), CHOICES)
+    ).damage
+    assert not np.allclose(other[0], before[0], rtol=1e-2)
+    np.testing.assert_allclose(other[1:], before[1:])
+
+
+def test_activation_noise_counts_only_when_activations_are_chosen(network, graph):
+    chosen = (Choice(4, 4), Choice(4, 8), Choice(8, 4), Choice(8, 8))
+    table = score_table(
+        "weight_noise", score_inputs(graph, network, images(), chosen)
+    ).damage
+    fixed = score_table(
+        "weight_noise", score_inputs(graph, network, images(), CHOICES)
+    ).damage
+    assert (table[:, 0] > table[:, 1]).all()
+    # Weight and activation noise add up.
+    np.testing.assert_allclose(table[:, 0] + table[:, 3], table[:, 1] + table[:, 2])
+    assert (table[:, 1] > fixed[:, 1]).all()
+
+
+def test_weights_that_are_zero_are_scored_without_a_warning(recwarn):
+    network = seeded(Chain())
+    graph = trace(network, images())
+    nn.init.zeros_(network.get_parameter(graph.units[0].parameter))
+    damage = Sensitivity()(score_inputs(graph, network, images(), CHOICES)).damage
+    assert np.isfinite(damage).all()
+    assert not damage[0].any()
+    assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
+
+
+class Mixed(nn.Module):
+    """Linear maps of all kinds, and layers that are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.grouped = nn.Conv2d(8, 12, 3, groups=4, bias=False)
+        self.norm = nn.BatchNorm2d(12)
+        self.up = nn.ConvTranspose2d(12, 6, 2, stride=2, groups=2)
+        self.up_norm = nn.BatchNorm2d(6)
+        self.recurrent = nn.GRU(6, 7, batch_first=True)
+        self.words = nn.Embedding(5, 7)
+        self.line = nn.Conv1d(7, 9, 3)
+        self.head = nn.Linear(9, 5)
+
+    def forward(self, x):  # (N, 3, 8, 8)
+        x = self.stem(x).relu_()
+        x = self.norm(self.grouped(x)).relu()
+        x = self.up_norm(self.up(x)).flatten(2).mT[:, :20]  # (N, 20, 6)
+        x = self.recurrent(x)[0]
+        x = x + self.words(torch.arange(20).expand(len(x), 20) % 5)
+        return self.head(self.line(x.mT).mean(2))
+
+
+def trained(network):
+    """Give batch norms statistics of their own."""
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 2)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+    return network
+
+
+@pytest.mark.parametrize("kind", [Mixed, TinyMobileNet, TinyResNet])
+def test_errors_are_the_same_one_by_one_and_in_stacks(kind, monkeypatch):
+    network, inputs = trained(seeded(kind())), images(6)
+    graph = trace(network, inputs)
+    given = score_inputs(graph, network, inputs, CHOICES)
+    alone = Sensitivity()(given).damage
+    if kind is Mixed:
+        assert {unit.kind for unit in graph.units} >= {"transposed", "grouped"}
+        assert {unit.kind for unit in graph.units} >= {"recurrent", "embedding"}
+    cuda = torch.device("cuda")  # as on a GPU, but for the device
+    monkeypatch.setattr(weight_noise, "row_stacks", lambda s, _: row_stacks(s, cuda))
+    monkeypatch.setitem(sensitivity._AT_ONCE, "cpu", 1 << 20)
+    np.testing.assert_allclose(Sensitivity()(given).damage, alone, rtol=1e-4)
+    monkeypatch.setattr(sensitivity, "_KEPT", 0)  # as of a large network
+    np.testing.assert_allclose(Sensitivity()(given).damage, alone, rtol=1e-4)

@@ -1,3 +1,5 @@
+"""The version of the package."""
+
 import tomllib
 from importlib import metadata
 from pathlib import Path

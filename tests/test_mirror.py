@@ -1,0 +1,62 @@
+"""The tests of a module are in a file of its name."""
+
+from pathlib import Path
+
+from test_layering import MODULES
+
+TESTS = Path(__file__).parent
+
+# Small packages whose modules are tested together, in a file of the package's name.
+TOGETHER = {"gguf", "litert"}
+
+# Modules without a file of their own, and what tests them.
+ELSEWHERE = {
+    "__main__": "parallel",  # torchrun starts it
+    "quantization.gguf_grids": "gguf",
+    "runtimes.export_result": "onnx_files",  # fields only
+    "runtimes.onnx.onnx_network": "exported_models",
+    "runtimes.output_grids": "litert",  # only LiteRT needs them
+    "runtimes.runnable_files": "file_metadata",
+    "tokenizers": "gguf",
+    "lab.audit_settings": "lab/audits",  # fields only
+    "lab.protocols": "lab/reproduction",  # each is run by a row of a table
+    "lab.registration": "registry",
+    "lab.research_commands": "commands",  # as all commands
+}
+
+# Files about no single module.
+ACROSS = {
+    *("architecture", "arguments_untouched", "docs", "examples", "layering", "mirror"),
+    *("named_arguments", "package", "public_api", "report_browser"),
+    *("decoders", "minmax", "zoo"),  # kinds of networks and recipes, through all verbs
+    "network_commands_training",  # ompq train
+}
+
+
+def home(name):
+    """Return the test file of a module, without ``test_`` and the suffix."""
+    *packages, module = name.split(".")
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
+    if packages and packages[-1] in TOGETHER:
+        return packages[-1]
+    return f"lab/{module}" if packages[:1] == ["lab"] else module
+
+
+def files():
+    for path in TESTS.rglob("test_*.py"):
+        yield path.relative_to(TESTS).with_name(path.stem[5:]).as_posix()
+
+
+def test_every_module_has_its_file_of_tests():
+    assert {home(name) for name in MODULES} - {*files()} == set()
+
+
+def test_every_file_of_tests_has_its_module():
+    assert {*files()} - {home(name) for name in MODULES} == ACROSS
+
+
+def test_exceptions_are_needed():
+    assert set(ELSEWHERE) <= set(MODULES)
+    own = {name.rpartition(".")[2] for name in ELSEWHERE}
+    assert not own & {name.rpartition("/")[2] for name in files()}
