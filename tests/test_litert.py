@@ -143,7 +143,7 @@ def test_a_file_that_computes_other_codes_is_not_written(tmp_path, monkeypatch):
         return super(LitertSum, self).rescale(sums, ratio, target) + 1
 
     monkeypatch.setattr(LitertSum, "rescale", wrong)
-    with pytest.raises(ExportError, match=r"block1: LiteRT computes other codes than"):
+    with pytest.raises(ExportError, match=r"block1: LiteRT's codes differ from"):
         ompq.export(network, tmp_path / "net.tflite", samples)
     assert not list(tmp_path.iterdir())
 

@@ -418,7 +418,7 @@ def test_other_transposed_convolutions_are_refused(layer, words):
 
 RESIZED = [
     (nn.Upsample(scale_factor=2, mode="bilinear"), "in mode bilinear"),
-    (nn.Upsample(size=(12, 12)), "resizes 8 × 8 to 12 × 12, which is no multiple"),
+    (nn.Upsample(size=(12, 12)), "resizes 8 × 8 to 12 × 12, which is not a multi"),
 ]
 
 

@@ -218,7 +218,7 @@ def test_timm_network_without_pretrained_weights_says_so():
         ("torchvision:fcn_resnet", "torchvision has no classification network"),
         (
             "torchvision:fcn_resnet50",
-            "fcn_resnet50 is no classification network: return it from a function .*"
+            "fcn_resnet50 is not a classification network: return it from a function .*"
             r"get_model\('fcn_resnet50'\)",
         ),
         ("timm:resnet81", r"timm has no network 'resnet81' \(did you mean resnet18"),

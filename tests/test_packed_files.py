@@ -426,7 +426,9 @@ def test_float_units_and_other_state_are_counted(tmp_path):
 def test_plan_of_other_bits_is_refused(file):
     saved = quantized(seeded(Chain()), (3,))
     graph = quantization_of(saved).graph
-    with pytest.raises(PlanError, match=r"other bits than the plan in 2 units \(conv,"):
+    with pytest.raises(
+        PlanError, match=r"bits differ from the plan's in 2 units \(conv,"
+    ):
         save(saved, file, plan=fake_plan(graph, mixed(graph.names, (4,))))
     assert not file.exists()
 

@@ -50,9 +50,9 @@ YAML_BOMB = b"a0: &a0 [x]\n" + b"".join(
         (b"command: scores\nbudgets: 3", "no such option: --budgets"),
         (YAML_BOMB, "is not YAML: it holds an alias (*name); write the value out"),
         (b"command: scores\njson: {a: 1}", "json must be a text, a number, true"),
-        (b"[" * 5000, "is not YAML: it is nested more than 16 deep"),
-        (b"{" * 60_000, "is not YAML: it is nested more than 16 deep"),
-        (b"- " * 5000, "is not YAML: it is nested more than 16 deep"),
+        (b"[" * 5000, "is not YAML: it is nested deeper than 16 levels"),
+        (b"{" * 60_000, "is not YAML: it is nested deeper than 16 levels"),
+        (b"- " * 5000, "is not YAML: it is nested deeper than 16 levels"),
     ],
 )
 def test_yaml_files_that_cannot_be_run_say_why(tmp_path, text, message):

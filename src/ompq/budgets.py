@@ -189,7 +189,7 @@ graph_mib=None, gguf_mib=None)
         return ""
 
     def of_file(self, file: str) -> "Budget":
-        """Return the budget with its size, if it limits one, as that of a file.
+        """Return the budget with its size limit, if any, applied to another file.
 
         Example:
             >>> print(Budget.parse("80MiB").of_file("gguf"))

@@ -96,7 +96,7 @@ class OrmSettings(Config):
 
 
 def output_problem(output: str) -> str:
-    """Return what the kinds of a network's outputs must be, or "" if they are that."""
+    """Return the requirement that these output kinds break, or ""."""
     if all(kind in OUTPUT_KINDS for kind in output.split(",")):
         return ""
     return (
@@ -106,7 +106,7 @@ def output_problem(output: str) -> str:
 
 
 def parse_output(text: object) -> str:
-    """Return the kinds of outputs that a file names, if they are that."""
+    """Return the output kinds that a file names, if they are valid."""
     requirement = output_problem(text) if isinstance(text, str) else "text"
     if requirement:
         raise ValueError(f"output must be {requirement}, not {text!r:.40}")
@@ -114,7 +114,7 @@ def parse_output(text: object) -> str:
 
 
 def _choices_problem(choices: Sequence[Any]) -> str:
-    """Return what choices must be, or "" if they are that."""
+    """Return the requirement that these choices break, or ""."""
     activations = (*WIDTHS, FLOAT_BITS)
     for one in choices:
         weight, activation = one if isinstance(one, tuple) else (one, WIDTHS[-1])
@@ -567,9 +567,9 @@ class RefineConfig(Config):
     margin: float = setting(
         3.0,
         "How many standard errors better other bits must be to replace the plan's. "
-        "The error is that of the difference, sample by sample. Of twenty allocations"
-        " that are no better, one looks better by 2 errors in every third run, and by"
-        " 3 in every fortieth. With 0, the best measured allocation is chosen, which "
+        "The error is that of the difference, sample by sample. Among 20 equally "
+        "good candidates, one appears 2 errors better in a third of runs, and 3 errors "
+        "better in one run of 40. With 0, the best measured allocation is chosen, which "
         "is often best by chance alone.",
         NOT_NEGATIVE,
     )

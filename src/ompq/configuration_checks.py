@@ -89,7 +89,7 @@ INNER = Bounds(0, 1, low_open=True)  # neither 0 nor 1
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known of a field besides its type and default."""
+    """What a field declares besides its type and default."""
 
     help: str
     bounds: Bounds | None = None  # of a number, or of each number in a tuple
@@ -161,7 +161,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 def problem(value: Any, kind: Any, one: Setting) -> str:
-    """Return what a value of a field must be, or "" if nothing is wrong with it."""
+    """Return the requirement that a value of a field breaks, or ""."""
     wrong = _mismatch(value, kind, one)
     if wrong or one.check is None or value is None:
         return wrong

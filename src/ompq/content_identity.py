@@ -38,7 +38,7 @@ def identity(*parts: Any) -> str:
 
 
 class _Content:
-    """Feeds a digest with values, each marked by its kind."""
+    """Feeds values into a digest, each marked by its kind."""
 
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
@@ -69,7 +69,7 @@ class _Content:
             self.add(value)
 
     def is_new(self, value: Any) -> bool:
-        """Number an object; return whether it was not added before."""
+        """Number an object; return whether it is new."""
         new = id(value) not in self.seen
         self.seen.setdefault(id(value), (len(self.seen), value))
         self.mark("object", self.seen[id(value)][0])

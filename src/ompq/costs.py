@@ -54,7 +54,7 @@ def can_be_coded(unit: Unit, choice: Choice) -> bool:
 
 
 def least_rate(unit: Unit) -> float:
-    """Return the bits per weight from which on a unit can be coded."""
+    """Return the lowest rate, in bits per weight, at which a unit can be coded."""
     return 8 * (_LEAST_STREAM - 1) / unit.weights
 
 

@@ -112,7 +112,7 @@ class Evaluation:
         if self.output == "embedding":
             return f"cosine {1 - self.divergence:.5f}"
         if self.output == "detections":
-            return f"{100 * (1 - self.divergence):.1f} % of the detections alike"
+            return f"{100 * (1 - self.divergence):.1f} % of the detections agree"
         text = f"divergence {self.divergence:.4g}"
         if self.agreement is None:
             return text

@@ -140,7 +140,7 @@ LOCK = ".ompq.lock"
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Lock a folder against other runs; the lock is released even if we are killed.
+    """Lock a folder against other runs; the lock ends with the process, even if killed.
 
     In a distributed run only the main process locks it.
 

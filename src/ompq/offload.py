@@ -160,7 +160,7 @@ def visiting(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def staying(module: nn.Module) -> Iterator[None]:
-    """If weights are offloaded, keep those of a module on the device meanwhile."""
+    """If weights are offloaded, keep those of a module on the device for the block."""
     memory = _memory
     if memory is None:
         yield

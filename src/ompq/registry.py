@@ -114,7 +114,7 @@ def _subpackages() -> Iterator[tuple[str, Extension]]:
 
 
 def _installed_tables() -> Iterable[tuple[str, Extension]]:
-    """Yield the tables of installed packages; one that is broken is left out."""
+    """Yield the tables of installed packages; one that is broken is skipped."""
     for point in sorted(entry_points(group=GROUP)):
         try:
             table = point.load()

@@ -27,7 +27,7 @@ def whole_number(low: int, high: int) -> Any:
 
 
 def row_type(*kinds: Any) -> Any:
-    """Return the type of lists of such entries; an ellipsis repeats the one before."""
+    """Return a list type with these entries; an ellipsis repeats the previous one."""
     return tuple.__class_getitem__(kinds)
 
 
@@ -66,7 +66,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def read_limited(path: Path, most: int = _LARGEST_FILE) -> bytes:
-    """Return the bytes of a file, of which there may be only so many.
+    """Return the bytes of a file, refusing more than a limit.
 
     Raises:
         ValueError: It is larger, or no ordinary file, such as ``/dev/zero``.
@@ -81,7 +81,7 @@ def read_limited(path: Path, most: int = _LARGEST_FILE) -> bytes:
 
 
 def parse_json(text: str, most: int = _MOST_VALUES) -> Any:
-    """Parse JSON, of which all numbers are finite; see :func:`read_json`.
+    """Parse JSON, in which all numbers must be finite; see :func:`read_json`.
 
     Args:
         most: Largest number of values: a few bytes of text make objects of a hundred.

@@ -344,7 +344,7 @@ class Outcome:
 
     @property
     def _unplaced(self) -> list[Skipped]:
-        """What quantizing left float besides what the plan names."""
+        """What quantization left in float, apart from what the plan names."""
         planned = {one.name for one in self.plan.graph.skipped}
         skipped = quantization_of(self.network).skipped
         return [one for one in skipped if one.name not in planned]

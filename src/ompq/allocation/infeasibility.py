@@ -158,7 +158,7 @@ def _advice(problem: Problem, name: str, smallest: float) -> str:
 
 
 def _largest_units(problem: Problem, name: str) -> tuple[tuple[str, ...], str]:
-    """Name and describe the units that cost most, and pinned ones, at their least."""
+    """Describe the units that cost most, and pinned ones, at their cheapest choices."""
     cost = problem.costs[name]
     if cost.memory is not None and cost.base is None:  # activations belong to no unit
         return (), ""

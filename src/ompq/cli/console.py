@@ -185,7 +185,7 @@ def opened(
 
 
 def starting() -> AbstractContextManager[Any]:
-    """Show that something happens while modules such as PyTorch are imported."""
+    """Show activity while slow modules such as PyTorch are imported."""
     return RichConsole(stderr=True).status("starting", spinner="line")
 
 

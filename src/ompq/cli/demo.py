@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Contender:
-    """One of the networks that are compared."""
+    """One of the networks compared."""
 
     name: str  # "mixed", or for example "uniform 2 bits"
     plan: Plan
@@ -403,7 +403,11 @@ def _accuracies(demo: Demo) -> list[Section]:
 def _agreements(demo: Demo) -> list[Section]:
     count = demo.reference[DIGITS].count
     packed = f"{in_bytes(demo.account.file_bytes)}, loaded again"
-    same = "the same logits" if demo.same_logits else "OTHER logits: please report this"
+    same = (
+        "the same logits"
+        if demo.same_logits
+        else "DIFFERENT logits: please report this"
+    )
     agreements: list[Section] = [
         AgreementSection(
             PACKED, float(demo.same_logits), count, note=f"{packed}: {same}"
@@ -551,7 +555,9 @@ def _contest(result: Demo) -> list[Column]:
 def closing(result: Demo, folder: Path) -> list[tuple[str, str]]:
     """Return the files, and what to do next."""
     account, exported, bits = result.account, result.exported, result.plan.allocation
-    same = "the same logits" if result.same_logits else "OTHER logits: please report"
+    same = (
+        "the same logits" if result.same_logits else "DIFFERENT logits: please report"
+    )
     onnx = f"not written: {result.no_export}"
     if exported is not None:
         answers = exported.simulated

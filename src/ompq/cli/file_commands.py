@@ -119,7 +119,7 @@ def _inputs(
 
 
 def _structure(name: str, source: Path, options: ExportOptions) -> NamedModel:
-    """Return the network, of which only the structure is used, at the run's shape."""
+    """Return the network at the run's shape; only its structure is used."""
     model = load_model(name, "none")
     shape = shape_of(options.input_shape or _of_run(source, "input_shape"))
     return model if shape is None else model.at(shape)

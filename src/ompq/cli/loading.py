@@ -113,7 +113,7 @@ def check_score(config: PlanConfig, of_orm: list[str]) -> None:
 def with_orm_options(
     scores: Iterable[str], planning: PlanOptions, option: str
 ) -> tuple[Any, ...]:
-    """Return scores of which those that measure ORM do so as the options say.
+    """Return the scores, with the ORM options applied to those that measure it.
 
     Raises:
         ValueError: Options are given for ORM, but no score measures it.

@@ -90,7 +90,7 @@ from ompq.workflow import (
 
 
 def finished_view(run: RunOptions) -> View:
-    """Return the result of a run that was finished before."""
+    """Return the result of a run that had already finished."""
     line = f"{run.folder}: this run is finished; there is nothing to resume"
     return View(read_json(run.folder / RESULT), line)
 

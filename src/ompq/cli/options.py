@@ -474,7 +474,7 @@ def check_needed(needed: str, value: Any, **others: Any) -> None:
 def check_resumed(
     folder: Path | None, left: Path | None, what: str, *, resume: bool
 ) -> None:
-    """Raise an error unless ``--resume`` is given exactly if ``left`` is there."""
+    """Raise an error unless ``--resume`` is given if and only if ``left`` exists."""
     if resume and left is None:
         if folder is None:
             raise ValueError(f"--resume needs the folder of the stopped {what}: -o DIR")

@@ -74,7 +74,7 @@ def _check_values(file: Path, given: Mapping[str, Any]) -> None:
 
 
 def _parse_yaml(yaml: Any, text: str) -> Any:
-    """Parse YAML that is small whatever it stands for.
+    """Parse YAML without aliases, which could expand without limit.
 
     Aliases can stand for any amount of data, and PyYAML takes minutes for a few
     thousand nested brackets.
@@ -87,5 +87,5 @@ def _parse_yaml(yaml: Any, text: str) -> Any:
         depth += name.endswith(("SequenceStartToken", "MappingStartToken"))
         depth -= name.endswith("EndToken") and not name.startswith(("Stream", "Docum"))
         if depth > _DEEPEST:
-            raise ValueError(f"it is nested more than {_DEEPEST} deep")
+            raise ValueError(f"it is nested deeper than {_DEEPEST} levels")
     return yaml.safe_load(text)

@@ -315,7 +315,7 @@ class _StepSearch:
 
     @property
     def done(self) -> bool:
-        """Whether the step found is good enough, or has been looked for long enough."""
+        """Whether the step found is good enough, or the search is long enough."""
         if self.fitting is None:
             return False
         return self.fitting[1] >= self.rate * _FILLED or len(self.tried) >= _TRIES

@@ -608,7 +608,7 @@ class Upsample(Operator):
         if any(new % old for old, new in zip(before[1:], after[1:], strict=True)):
             raise QuantizationError(
                 f"resizes {before[1]} × {before[2]} to {after[1]} × {after[2]}, which "
-                "is no multiple of it"
+                "is not a multiple of it"
             )
         rows, columns = after[1] // before[1], after[2] // before[2]
         return call.moved(Upsample((rows, columns)))

@@ -108,7 +108,7 @@ def _known_bits(options: AuditOptions) -> dict[str, Allocation]:
 
 
 def audit_view(result: Audit, written: Sequence[str]) -> View:
-    """Return scores and known bits, the best first, and what chance reaches."""
+    """Return scores and known bits, the best first, and what random scores reach."""
     bits = [one for one, _ in result.named]
     scores = [score for _, score in result.named]
     over = ["" if one.fits else "over the budget" for one in bits]

@@ -40,7 +40,10 @@ def markdown(experiment: Experiment, results: Results, about: Mapping[str, Any])
     settings = ", ".join(f"{name} {value}" for name, value in about.items())
     lines = [f"# {experiment.title}", "", settings, ""]
     if about["quick"]:
-        lines += ["**Quick: scaled down to try it. The numbers mean nothing.**", ""]
+        lines += [
+            "**Quick: scaled down to try it. The results are not meaningful.**",
+            "",
+        ]
     own_network = about["network"] == experiment.network
     paper = {
         row.name: _published(row, experiment.float_top1)

@@ -92,7 +92,7 @@ class Bench:
     samples: Samples  # unlabelled images to plan, calibrate and reconstruct with
     judged: Batches  # labelled images that accuracy is measured on
     folder: Path  # where stopped rows are continued from
-    quick: bool = False  # whether to scale everything down; the numbers mean nothing
+    quick: bool = False  # whether to scale everything down, just to try it
     seed: int = 0
     stages: Stages = field(default_factory=Stages)
 

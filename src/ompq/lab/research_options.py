@@ -99,7 +99,7 @@ class ReproduceOptions:
         "Seed for the choice of images and the order.", default=0, least=None
     )
     quick: bool = flag(
-        "Scale every row down, to try it in minutes. The numbers mean nothing."
+        "Scale every row down, to try it in minutes. The results are not meaningful."
     )
     strict: bool = flag("Fail if a row cannot be run.")
 

@@ -183,8 +183,9 @@ def _from_torchvision(name: str, short: str, *, pretrained: bool) -> NamedModel:
     names = torchvision.models.list_models(module=torchvision.models)
     if short not in names and short in torchvision.models.list_models():
         raise ModelError(
-            f"{name} is no classification network: return it from a function of your "
-            f"own, FILE.py:FUNCTION, made with torchvision.models.get_model({short!r})"
+            f"{name} is not a classification network: return it from a function of "
+            "your own, FILE.py:FUNCTION, made with "
+            f"torchvision.models.get_model({short!r})"
         )
     if short not in names:
         raise ModelError(
@@ -280,7 +281,7 @@ def _from_transformers(name: str, source: str, *, pretrained: bool) -> NamedMode
 
 
 def _forget_types(module: Any, source: str) -> None:
-    """Make a network that was read from a GGUF file one of plain float weights."""
+    """Turn the weights of a network read from a GGUF file into plain floats."""
     module.config.__dict__.pop("quantization_config", None)
     module.hf_quantizer = None
     module.name_or_path = module.config._name_or_path = source

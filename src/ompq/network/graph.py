@@ -155,7 +155,7 @@ def _shapes(batch: Batch) -> str:
 def find_units(
     model: nn.Module, recording: Recording, *, tie: bool = True
 ) -> LayerGraph:
-    """Return the units of a network of which a forward pass was recorded."""
+    """Return the units of a network, given a recorded forward pass."""
     modules = dict(open_modules(model))
     units, skipped = _find_layers(modules, recording)
     if not units:

@@ -548,7 +548,7 @@ class _SideBySide:
         return lambda _module, _args, output: self._running.pause((name, output))
 
     def count_fitting(self, limit: float) -> None:
-        """Let only so many passes be paused that they hold ``limit`` bytes at most.
+        """Limit the paused passes, which together hold at most ``limit`` bytes.
 
         The number never falls on the way through the network.
         """

@@ -67,7 +67,7 @@ def save(
 
     Raises:
         QuantizationError: The network is not quantized, or was changed afterwards.
-        PlanError: The network has other bits than the plan.
+        PlanError: The network's bits differ from the plan's.
     """
     record = quantization_of(quantized)
     if plan is not None:
@@ -192,7 +192,7 @@ def _figures(plan: Plan, record: Quantization) -> dict[str, Any]:
     other += [name for name in bits if name not in plan.allocation]
     if other:
         raise PlanError(
-            f"the network has other bits than the plan in {len(other)} units "
+            f"the network's bits differ from the plan's in {len(other)} units "
             f"({shorten(other)}); pass the plan that it was quantized by"
         )
     return {

@@ -226,7 +226,7 @@ class _GatheredBatch(NamedTuple):
     targets: list[Tensor]
 
     def bytes_of(self, samples: int) -> float:
-        """Return what so many samples take that are like these."""
+        """Return the bytes that this many samples like these take."""
         count = len(self.targets[0])
         return sum(t.nbytes for t in tensors_in(self)) / count * samples
 
@@ -406,7 +406,7 @@ class BlockRunner:
     def _empty_columns(
         self, batch: _GatheredBatch, layout: Layout
     ) -> list[list[_Column]]:
-        """Return room for all samples, where it is to be had."""
+        """Allocate room for all samples, in memory or in a file."""
         size = batch.bytes_of(len(self._samples))
         device = model_device(self._networks[1])
         home: torch.device | ScratchFile = device

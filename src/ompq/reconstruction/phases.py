@@ -71,7 +71,7 @@ class ReconstructionMethod(Protocol):
         """Return the passes over the network, in order, for groups of its blocks."""
 
     def adapted(self, network: str, iterations: int | None) -> "ReconstructionMethod":
-        """Return the settings for a network, by its name, with so many steps."""
+        """Return the settings for a network, by its name, with this number of steps."""
 
 
 @contextmanager

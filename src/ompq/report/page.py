@@ -249,7 +249,7 @@ def _layers(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _left_float(plan: Plan) -> list[Skipped]:
-    """Return what the plan knows of and does not quantize, with reasons."""
+    """Return what the plan leaves in float, with reasons."""
     bits = plan.allocation
     kept = [
         Skipped(name, "its weights stay float: it has 32 bits in the plan")

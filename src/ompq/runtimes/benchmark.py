@@ -50,7 +50,7 @@ def inputs_of(path: str | Path, batch: int = 1) -> list[Input]:
             dtype = tensor_dtype_to_np_dtype(kind.elem_type).name
         except KeyError as error:
             raise ExportError(
-                f"{path}: the input {one.name!r} is of no known type"
+                f"{path}: the input {one.name!r} has an unknown type"
             ) from error
         found.append(Input((batch, *sizes), dtype, one.name))
     return found
@@ -191,7 +191,7 @@ def _openvino(path: str, threads: int, arrays: list[Any]) -> Callable[[], Any]:
 
 @cache
 def only_core(kind: Callable[[], Any]) -> Any:
-    """Return OpenVINO's core, of which a process must have only one.
+    """Return the one OpenVINO core that this process may have.
 
     Each core installs a stack for signals and, when freed, restores the one before. If
     that belonged to another core, already freed, the next signal ends the process.

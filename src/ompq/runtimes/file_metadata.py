@@ -1,4 +1,4 @@
-"""What an exported file says of itself: its inputs, classes, budget and versions.
+"""What an exported file says about itself: inputs, classes, budget and versions.
 
 It is one text of JSON in the file's metadata, called ``ompq``.
 """
@@ -43,7 +43,7 @@ class Preprocessing:
         """Raise a ValueError for a negative size."""
         sizes = (self.resize,) if isinstance(self.resize, int) else self.resize
         if min(sizes) < 0:
-            raise ValueError(f"resize is {self.resize}, which is no size")
+            raise ValueError(f"resize is {self.resize}, which is not a size")
 
     @property
     def of_images(self) -> bool:
@@ -55,7 +55,7 @@ class Preprocessing:
 
 @dataclass(frozen=True, kw_only=True)
 class FileMetadata:
-    """What is known of an exported file."""
+    """What is known about an exported file."""
 
     network: str = ""  # its name: ``torchvision:resnet18``
     preprocessing: Preprocessing | None = None
@@ -72,7 +72,7 @@ class FileMetadata:
     def of(
         cls, config: ExportConfig, layout: str, packages: Sequence[str]
     ) -> "FileMetadata":
-        """Return what a file is to say, with the versions of packages."""
+        """Return the metadata to write, with the versions of packages."""
         versions = {"ompq": library_version()}
         for name in ("torch", *packages):
             with suppress(PackageNotFoundError):  # the export will say so

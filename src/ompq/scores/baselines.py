@@ -1,4 +1,4 @@
-"""Two scores that take no samples; what others are worth shows beside them."""
+"""Baselines for other scores: random bits, and bits for the smallest layers first."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

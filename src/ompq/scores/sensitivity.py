@@ -270,7 +270,7 @@ def _batch_size(given: ScoreInputs, samples: int) -> int:
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """Compute no gradients of weights meanwhile."""
+    """Disable the gradients of weights within the block."""
     trainable = [weight for weight in model.parameters() if weight.requires_grad]
     try:
         for weight in trainable:
@@ -448,7 +448,7 @@ class _Errors:
         return total
 
     def _parts(self, most: int) -> Iterator[list[tuple[int, int]]]:
-        """Yield keys of products with at most so many elements at a time."""
+        """Yield keys of products, a limited number of elements at a time."""
         part: list[tuple[int, int]] = []
         room = most
         for key, (products, *_) in self.products.items():

@@ -60,7 +60,7 @@ class WeightRule:
         return ()
 
     def begin_epoch(self, number: int, epochs: int) -> None:
-        """Prepare for the epoch with this number, from 0, of so many."""
+        """Prepare for the epoch with this number, from 0, of ``epochs``."""
 
     def penalty(self) -> Tensor | None:
         """Return what is added to the loss of a batch, a scalar, or None."""

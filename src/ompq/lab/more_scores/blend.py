@@ -1,4 +1,4 @@
-"""A score that blends two: what the network makes of an error, and weight noise."""
+"""A score that combines two: output divergence and weight noise."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

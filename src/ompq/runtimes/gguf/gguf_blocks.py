@@ -97,7 +97,7 @@ def _halves(values: _Floats) -> _Bytes:
     """Return numbers (N, k) as 16-bit floats, (N, 2 k) bytes."""
     found = values.astype("<f2")
     if not (found == values).all():
-        raise ValueError("its scales are no 16-bit floats")
+        raise ValueError("its scales are not 16-bit floats")
     return found.view(np.uint8)
 
 

@@ -151,7 +151,7 @@ def _compare_weights(network: nn.Module, path: Path) -> None:
         read = torch.from_numpy(values.copy()).view(ours.shape)
         if (read - ours.values).abs().max() > _MINIMA * ours.values.abs().max():
             raise ExportError(
-                f"the file holds other values of {ours.name} than the network. Nothing "
+                f"the file's values of {ours.name} differ from the network's. Nothing "
                 "was written; please report this with the version of gguf"
             )
 
@@ -165,7 +165,7 @@ def _compare_tokens(network: nn.Module, path: Path, tokenizer: Any) -> None:
     theirs, ours = next_tokens(path, prompts, config.vocab_size)
     if not torch.allclose(theirs, ours, atol=1e-3):
         raise ExportError(
-            "llama.cpp splits text into other tokens than the tokenizer "
+            "llama.cpp splits text into different tokens from the tokenizer "
             f"{type(tokenizer).__name__} of the network. Nothing was written; please "
             f"report this with the network and {llama_version()}"
         )
@@ -195,7 +195,7 @@ def _compare_logits(
     found = compare_outputs([logits], [_centred(theirs)])
     if not found.logits <= limit:
         raise ExportError(
-            f"llama.cpp computes other logits than PyTorch: {found}; they may differ "
+            f"llama.cpp's logits differ from PyTorch's: {found}; they may differ "
             f"by {limit:.2g}. Nothing was written; please report this with the network "
             f"and {llama_version()}"
         )

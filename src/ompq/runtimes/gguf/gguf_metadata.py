@@ -44,7 +44,7 @@ def decoder_config(network: nn.Module) -> Any:
 
 
 def add_hyperparameters(writer: Any, config: Any) -> None:
-    """Add what llama.cpp needs to know of a network, from its config."""
+    """Add what llama.cpp needs to know about a network, from its config."""
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
         raise ExportError(

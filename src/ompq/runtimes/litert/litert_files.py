@@ -52,7 +52,7 @@ def write_litert(
             microcontrollers want them.
 
     Raises:
-        ExportError: LiteRT has no operator for a step, or computes other codes.
+        ExportError: LiteRT has no operator for a step, or its codes differ.
         MissingExtraError: LiteRT is not installed.
         QuantizationError: An operation has no integer kernel.
     """
@@ -111,7 +111,7 @@ def _compare_codes(steps: Steps, images: Tensor, *, float_ends: bool) -> Agreeme
         if not torch.equal(one.short(), other.to(torch.int16)):
             apart = (one.short() - other).abs()
             raise ExportError(
-                f"{step.name}: LiteRT computes other codes than the integer network, "
+                f"{step.name}: LiteRT's codes differ from the integer network's: "
                 f"{int((apart > 0).sum()):,} of {apart.numel():,}, up to "
                 f"{int(apart.max())} steps away"
             )

@@ -244,7 +244,7 @@ def _written_texts(
 
 
 def _name_lengths(model: Any) -> None:
-    """Call the second dimension of texts "length" instead of a number of PyTorch's."""
+    """Name the second dimension of texts "length", which PyTorch only numbers."""
     dims = [
         dim
         for value in (*model.graph.input, *model.graph.output)
@@ -351,7 +351,7 @@ class _Flat(nn.Module):
 
 
 def _named_plainly(network: nn.Module) -> nn.Module:
-    """Return a network that PyTorch can write: it makes names of modules into code."""
+    """Return a network with plain module names, which PyTorch turns into code."""
     if isinstance(network, nn.DataParallel):
         network.__class__ = _Single  # type: ignore[assignment]
     parts = {part for name, _ in network.named_modules() for part in name.split(".")}
@@ -760,7 +760,7 @@ class _Graph:
         self.nodes = nodes
 
     def _is_exposed(self, node: Any) -> bool:
-        """Whether a node reads and returns codes but is to compute with floats."""
+        """Whether a node reads and returns codes but must compute with floats."""
         if node.op_type not in _WEIGHTED or node in self.multiplied:
             return False
         return self._dequantized(node.input[0]) is not None and self._rounded(node)
