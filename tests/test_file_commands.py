@@ -1,9 +1,6 @@
 """export, bench and inspect, run as the program runs them."""
 
-import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -126,11 +123,7 @@ def test_bench_shows_both_networks_and_what_gains_nothing(onnx_file):
 
 def test_bench_takes_a_float_file_and_gives_json(onnx_file):
     path = str(onnx_file[0])
-    command = [sys.executable, "-m", "ompq", "bench", path, "--float", path]
-    options = ["--repeats", "2", "--json", "--quiet"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["rows"]
+    rows = run_json("bench", path, "--float", path, "--repeats", "2")["rows"]
     assert [row["name"] for row in rows] == ["float", "quantized"] * len(
         installed_runtimes()
     )

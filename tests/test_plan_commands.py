@@ -686,7 +686,10 @@ def test_tables_of_scores_are_kept_unless_a_flag_says_no(net, tmp_path):
         ("quantize", "--budget", "4bits", "--effort", "fast", "--refine", "3"),
         ("quantize", "--min-agreement", "1%", "--effort", "fast", "--samples", "8"),
         ("train", "--budget", "4bits", "--effort", "fast", "--epochs", "1"),
-        ("audit", "--budget", "4bits", "--held-out", "8", "--allocations", "3"),
+        (
+            *("audit", "--budget", "4bits", "--held-out", "8", "--allocations", "3"),
+            *("--samples", "16", "--scores", "orm,weight-noise"),
+        ),
     ],
 )
 def test_every_command_that_scores_keeps_its_tables(net, tmp_path, computed, words, by):

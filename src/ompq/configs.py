@@ -569,8 +569,8 @@ class RefineConfig(Config):
         "How many standard errors better other bits must be to replace the plan's. "
         "The error is that of the difference, sample by sample. Among 20 equally "
         "good candidates, one appears 2 errors better in a third of runs, and 3 errors "
-        "better in one run of 40. With 0, the best measured allocation is chosen, which "
-        "is often best by chance alone.",
+        "better in one run of 40. With 0, the best measured allocation is chosen, "
+        "which is often best by chance alone.",
         NOT_NEGATIVE,
     )
     noise: float = setting(
