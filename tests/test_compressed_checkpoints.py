@@ -154,7 +154,7 @@ def test_what_the_format_does_not_hold_is_refused(quantized, tmp_path, monkeypat
     monkeypatch.setattr(
         compressed_checkpoints, "pack_bits", lambda codes, bits: pack(codes ^ 1, bits)
     )
-    refused(quantized, "transformers computes other outputs than ompq: .*please report")
+    refused(quantized, "transformers' outputs differ from ompq's: .*please report")
     monkeypatch.setattr(
         compressed_checkpoints, "_class_name", lambda network: "AutoModelForCTC"
     )

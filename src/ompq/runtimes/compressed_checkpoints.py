@@ -252,7 +252,7 @@ def _compare(network: nn.Module, folder: Path, samples: Samples) -> Any:
     agreement = compare_outputs([ours], [theirs])
     if not agreement.logits <= _LIMIT:
         raise ExportError(
-            f"transformers computes other outputs than ompq: {agreement}. Nothing was "
+            f"transformers' outputs differ from ompq's: {agreement}. Nothing was "
             "written; please report this with the versions of transformers "
             f"({version('transformers')}) and compressed-tensors "
             f"({version('compressed-tensors')})"
