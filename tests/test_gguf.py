@@ -196,6 +196,7 @@ def test_the_file_is_as_large_as_planned_and_computes_the_same(planned, tmp_path
     assert result.bytes == size == plan.totals["gguf_bytes"] <= 80 * 1024
     assert {"Q4_0", "Q5_0"} & {one.container for one in result.weights}
     assert result.simulated.logits <= result.limit < 0.5
+    assert str(result.simulated).startswith("top-1 equal on 100.00% of 8 prompts, ")
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
     assert sum(tensor.n_elements for tensor in reader.tensors) == sum(
         parameter.numel()

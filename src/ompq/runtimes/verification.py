@@ -40,7 +40,7 @@ _LAST_DIGITS = 1e-6  # of floats, relative to a tensor's usual size
 
 @dataclass(frozen=True)
 class Agreement:
-    """How closely two versions of a network agree on the same images."""
+    """How closely two versions of a network agree on the same inputs."""
 
     images: int
     top1: float  # fraction of rows of logits whose largest is the same; 1 if not ranked
@@ -53,6 +53,7 @@ class Agreement:
     # Whether the largest number of a row is compared: not if there are several outputs,
     # or one number a row.
     ranked: bool = True
+    what: str = "images"  # what is compared, in words
 
     def with_codes(self, other: "Agreement") -> "Agreement":
         """Return the same with the codes of a comparison on fewer images."""
@@ -63,7 +64,9 @@ class Agreement:
         what = "logits" if self.ranked else "outputs"
         text = f"{what} within {self.logits:.1e}" if self.logits else f"equal {what}"
         if self.ranked:
-            text = f"top-1 equal on {self.top1:.2%} of {self.images} images, {text}"
+            text = (
+                f"top-1 equal on {self.top1:.2%} of {self.images} {self.what}, {text}"
+            )
         else:
             text = f"{text} on {self.images} samples"
         if not self.codes:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
@@ -43,6 +44,7 @@ from ompq.samples import (
 )
 
 _PROMPTS, _TOKENS = 8, 64  # compared: so many samples, and so many tokens of each
+_COMPARED = "prompts"
 # How much logits may differ: by what 16-bit keys and values change at most, and twice
 # what rounding the inputs of layers changes in PyTorch, as llama.cpp rounds them.
 _FLOATS, _ROUNDINGS = 0.05, 2
@@ -185,14 +187,14 @@ def _compare_logits(
     batch = next(tensors_in(samples.first_batch(_PROMPTS)))[:, :length]
     logits = _last_logits(network, batch)
     if not has_llama():
-        return compare_outputs([logits], [logits]), inf
+        return replace(compare_outputs([logits], [logits]), what=_COMPARED), inf
     units = rounded_units(network).values()
     layers = [network.get_submodule(u.name) for u in units if u.kind == "linear"]
     with attached(one.register_forward_pre_hook(_round_inputs) for one in layers):
         rounded = _last_logits(network, batch)
     limit = _FLOATS + _ROUNDINGS * compare_outputs([logits], [rounded]).logits
     theirs = next_tokens(path, batch.tolist(), logits.shape[1])
-    found = compare_outputs([logits], [_centred(theirs)])
+    found = replace(compare_outputs([logits], [_centred(theirs)]), what=_COMPARED)
     if not found.logits <= limit:
         raise ExportError(
             f"llama.cpp's logits differ from PyTorch's: {found}; they may differ "
