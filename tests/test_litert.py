@@ -12,9 +12,9 @@ from ompq.errors import ExportError, MissingExtraError
 from ompq.integer.arithmetic import CodeGrid
 from ompq.integer.engine import IntegerNetwork
 from ompq.runtimes.litert.litert_graph import packed_nibbles
-from ompq.runtimes.litert.litert_kernels import LitertSum
 from ompq.runtimes.litert.litert_network import LitertNetwork
 from ompq.runtimes.output_grids import with_output_grids
+from ompq.runtimes.xnnpack_kernels import XnnpackSum
 from quantized import quantized as of_widths
 
 pytest.importorskip("ai_edge_litert")
@@ -140,9 +140,9 @@ def test_a_file_that_computes_other_codes_is_not_written(tmp_path, monkeypatch):
     network, samples = symmetric("residual", 8)
 
     def wrong(self, sums, ratio, target):
-        return super(LitertSum, self).rescale(sums, ratio, target) + 1
+        return super(XnnpackSum, self).rescale(sums, ratio, target) + 1
 
-    monkeypatch.setattr(LitertSum, "rescale", wrong)
+    monkeypatch.setattr(XnnpackSum, "rescale", wrong)
     with pytest.raises(ExportError, match=r"block1: LiteRT's codes differ from"):
         ompq.export(network, tmp_path / "net.tflite", samples)
     assert not list(tmp_path.iterdir())
@@ -175,7 +175,7 @@ def test_other_clips_than_those_of_litert_are_refused(tmp_path):
 def test_unknown_formats_and_a_missing_runtime_say_what_to_do(tmp_path, monkeypatch):
     network, samples = symmetric("perceptron", 8)
     with pytest.raises(
-        ValueError, match=r"format='.h5' is unknown; use onnx, tflite or gguf"
+        ValueError, match=r"format='.h5' is unknown; use onnx, tflite, pte, gguf or c"
     ):
         ompq.export(network, tmp_path / "net.h5", samples)
     monkeypatch.setitem(__import__("sys").modules, "ai_edge_litert", None)
@@ -201,7 +201,7 @@ def test_a_sum_is_within_a_step_of_real_arithmetic():
     first, second = CodeGrid(0.031, 120, 8), CodeGrid(0.017, 3, 8)
     target = CodeGrid(0.04, 60, 8)
     one, other = torch.meshgrid(torch.arange(256), torch.arange(256), indexing="ij")
-    step = LitertSum()
+    step = XnnpackSum()
     ratio = step.ratio([first, second], target)
     sums = step.compute([one - first.zero_point, other - second.zero_point])
     exact = (one - 120) * 0.031 / 0.04 + (other - 3) * 0.017 / 0.04 + 60

@@ -523,8 +523,8 @@ class ExportConfig(Config):
     )
     float_ends: bool = setting(
         True,
-        "Whether inputs and outputs of a .tflite file are floats; if not they are "
-        "signed bytes, as microcontrollers want them.",
+        "Whether inputs and outputs of a .tflite or .pte file are floats; if not they "
+        "are signed bytes, as microcontrollers want them.",
     )
 
 

@@ -213,8 +213,8 @@ def evaluate(
         --data digits --engine integer --limit 100
 
     The data has one folder per class; a folder with train and test (or val) inside is
-    evaluated on test. A file of ompq export (.onnx, .tflite) is run in its runtime, on
-    inputs that are made as the file says.
+    evaluated on test. A file of ompq export (.onnx, .tflite, .pte) is run in its
+    runtime, on inputs that are made as the file says.
     """
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from ompq.errors import ExportError
+from ompq.runtimes.executorch.executorch_network import ExecutorchNetwork
 from ompq.runtimes.file_metadata import FileMetadata
 from ompq.runtimes.litert.litert_network import LitertNetwork
 from ompq.runtimes.onnx.onnx_network import OnnxNetwork
@@ -15,6 +16,7 @@ from ompq.runtimes.onnx.onnx_network import OnnxNetwork
 RUNNABLE: Mapping[str, Callable[[Path], Any]] = {
     ".onnx": OnnxNetwork,
     ".tflite": LitertNetwork,
+    ".pte": ExecutorchNetwork,
 }
 
 

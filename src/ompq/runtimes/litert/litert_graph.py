@@ -27,10 +27,10 @@ from ompq.integer.operators import (
     Step,
     Sum,
 )
+from ompq.runtimes.integer_files import SIGN
 from ompq.runtimes.litert.litert_kernels import is_nibbles
 from ompq.runtimes.onnx.weight_containers import StoredWeight
 
-_SIGN = 128  # codes are unsigned; those of LiteRT are signed bytes
 _ALIGNMENT = 16  # of constants, in bytes
 _VERSION = 3  # of the schema
 # Versions of operators: the first that takes signed bytes, or 4 bits.
@@ -149,11 +149,6 @@ class LitertGraph:
 
     def _step(self, step: Step) -> int:
         """Add a step; return the tensor of its codes."""
-        if step.grid.bits != 8:
-            raise ExportError(
-                f"{step.name}: LiteRT computes activations in 8 bits, not in "
-                f"{step.grid.bits}; plan with --target litert"
-            )
         inputs = [self.codes[source] for source in step.inputs]
         writers: dict[type, Any] = {
             Convolution: self._convolution,
@@ -232,7 +227,7 @@ class LitertGraph:
         inputs = [given, self._constant(rows)]
         if lowest:
             fill = self._tensor(
-                "", (), "INT8", self._buffer(np.array([-_SIGN], np.int8))
+                "", (), "INT8", self._buffer(np.array([-SIGN], np.int8))
             )
             self._on_codes(fill, source.grid)
             inputs.append(fill)
@@ -410,7 +405,7 @@ class LitertGraph:
     def _on_codes(self, tensor: int, grid: CodeGrid) -> None:
         self.tensors[tensor].quantization = self.schema.QuantizationParametersT(
             scale=np.array([grid.scale], np.float32),
-            zeroPoint=np.array([grid.zero_point - _SIGN], np.int64),
+            zeroPoint=np.array([grid.zero_point - SIGN], np.int64),
         )
 
     def _constant(self, value: NDArray[np.int32]) -> int:

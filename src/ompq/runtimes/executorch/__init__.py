@@ -1,0 +1,1 @@
+"""ExecuTorch files (.pte)."""
