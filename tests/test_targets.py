@@ -195,7 +195,7 @@ def test_profiles_of_older_versions_are_read():
 
 
 def test_missing_profiles_and_other_files_are_told(tmp_path):
-    with pytest.raises(TargetError, match="no target tpu; use compressed-tensors, g"):
+    with pytest.raises(TargetError, match="no target tpu; use compressed-tensors, e"):
         load_target("tpu")
     (tmp_path / "deep.json").write_text("[" * 100_000)
     with pytest.raises(TargetError, match="not a valid .* it is nested too deeply"):
