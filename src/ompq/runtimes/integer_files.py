@@ -147,8 +147,8 @@ class IntegerRuntime:
                 apart = (one.short() - other).abs()
                 raise ExportError(
                     f"{step.name}: {self.name}'s codes differ from the integer "
-                    f"network's: {int((apart > 0).sum()):,} of {apart.numel():,}, up to "
-                    f"{int(apart.max())} steps away"
+                    f"network's: {int((apart > 0).sum()):,} of {apart.numel():,}, "
+                    f"up to {int(apart.max())} steps away"
                 )
         ours, theirs = (
             [one[at].flatten(1).float() for at in steps.outputs.values()]
