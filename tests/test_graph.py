@@ -439,19 +439,22 @@ def test_float64_weights_take_eight_bytes():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"weight_shape": ["a" * 999, 6_000_000]}, "weight_shape must be a whole n"),
+        (
+            {"weight_shape": ["a" * 999, 6_000_000]},
+            r"weight_shape\[0\] must be a whole n",
+        ),
         ({"weight_shape": [10**9, 10**9]}, "unit stem has 1,000,000,.* weights"),
         ({"weight_shape": [0, 2]}, r"weight_shape=\[0, 2\] is not a shape"),
         ({"weight_shape": []}, r"weight_shape=\[\] is not a shape"),
         ({"weight_shape": [1] * 10**5}, r"weight_shape=\[1, .{0,40}\] is not a shape"),
-        ({"weight_shape": 7}, "weight_shape must be a list of .*, not 7"),
-        ({"macs": 10**400}, "macs must be a whole number from -1 to .*, not 1000"),
-        ({"macs": -2}, "macs must be a whole number from -1 to .*, not -2"),
-        ({"macs": True}, "macs must be a whole number .*, not True"),
-        ({"macs": 1.5}, "macs must be a whole number .*, not 1.5"),
+        ({"weight_shape": 7}, "weight_shape must be a list, not 7"),
+        ({"macs": 10**400}, "macs must be a whole number of at most .*, not 1000"),
+        ({"macs": -2}, "macs must be a whole number of at least 0, not -2"),
+        ({"macs": True}, "macs must be a whole number, not True"),
+        ({"macs": 1.5}, "macs must be a whole number, not 1.5"),
         ({"name": ["x"]}, "name must be text, not a list of 1 entries"),
         ({"name": "block1.conv1"}, "two units have the same name"),
-        ({"colour": 1}, "Unit has no field colour"),
+        ({"colour": 1}, r"units\[0\] has no field colour"),
     ],
 )
 def test_hostile_graphs_are_refused(graph, change, words):

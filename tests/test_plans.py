@@ -315,5 +315,7 @@ def test_errors_of_plans_hold_no_characters_that_control_a_terminal(plan, tmp_pa
     data = json.loads((tmp_path / "plan.json").read_text())
     data["graph"]["units"][0]["\u202e\x1b[2J"] = 1
     (tmp_path / "plan.json").write_text(json.dumps(data))
-    with pytest.raises(PlanError, match=r"Unit has no field \\u202e\\x1b\[2J. Undo"):
+    with pytest.raises(
+        PlanError, match=r"units\[0\] has no field \\u202e\\x1b\[2J. Undo"
+    ):
         ompq.Plan.load(tmp_path / "plan.json")

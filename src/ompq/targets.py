@@ -18,8 +18,6 @@ these names in one module are computed as one and need the same bits; and ``"set
 has fields of :class:`ompq.QuantizeConfig` that the target requires, unless others are
 given. Kinds that are supported only in float stay float. A linear layer that shares its
 weight with an embedding counts as ``embedding``, if there is such an entry.
-``symmetric`` in older profiles is ignored: weights in exported files are always
-symmetric.
 """
 
 import re
@@ -203,20 +201,12 @@ def _settings(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _operator(kind: str, data: Any) -> OperatorSupport:
-    fields = list(OperatorSupport.__dataclass_fields__)
-    given = dict(data) if isinstance(data, dict) else {}
-    given.pop("symmetric", None)
-    if set(given) != set(fields):
-        raise TargetError(
-            f"operator {kind} must have exactly the fields {', '.join(fields)}; "
-            f"check {', '.join(sorted({*given} ^ {*fields}))}"
-        )
-    if given["per_channel"] is not True:
+    found = convert_json(data, OperatorSupport, f"operator {kind}")
+    if not found.per_channel:
         raise TargetError(
             f"operator {kind}: per_channel must be true, because ompq rounds weights "
             "with one scale per channel"
         )
-    found = convert_json(given, OperatorSupport, f"operator {kind}")
     for name in ("weight_bits", "activation_bits"):
         if not {*getattr(found, name)} <= {*_WIDTHS}:
             raise TargetError(

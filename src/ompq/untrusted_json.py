@@ -133,15 +133,14 @@ def convert_json(data: Any, kind: Any, what: str) -> Any:
 def _check_fields(data: Any, found: Any, what: str) -> None:
     """Raise a ValueError if a dataclass was given fields that it does not have."""
     if isinstance(found, tuple):
-        for one, made in zip(data, found, strict=False):
+        for index, made in enumerate(found):
             if not is_dataclass(made):
                 break
-            _check_fields(one, made, what)
+            _check_fields(data[index], made, f"{what}[{index}]")
     elif is_dataclass(found):
         known = [field.name for field in fields(found)]
         if unknown := [name for name in data if name not in known]:
-            kind = type(found).__name__
-            raise ValueError(f"{what}: {kind} has no field {shorten(unknown):.200}")
+            raise ValueError(f"{what} has no field {shorten(unknown):.200}")
         for name in data:
             _check_fields(data[name], getattr(found, name), f"{what}.{name}")
 

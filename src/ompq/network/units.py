@@ -101,16 +101,6 @@ class Choice(NamedTuple):
         return self
 
 
-def check_group_size(size: int | None) -> None:
-    """Raise a ValueError unless the group size is supported or None."""
-    if size is not None and size not in GROUP_SIZES:
-        known = ", ".join(map(str, GROUP_SIZES))
-        raise ValueError(
-            f"group_size={size} must be one of {known}, or None for one scale per "
-            "channel"
-        )
-
-
 def by_bits(choices: Iterable[Choice]) -> list[Choice]:
     """Return choices from the fewest bits to the most."""
     return sorted(choices, key=lambda c: (c.bits, c.activation, c.rate))
