@@ -1,7 +1,7 @@
 """plan(): the bits of every unit, chosen so that a budget is met."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from ompq.allocation.infeasibility import check_budget
 from ompq.allocation.problem import Problem
 from ompq.bit_widths import CODED_BITS, FLOAT_BITS
 from ompq.budgets import Budget
-from ompq.configs import RATES, OrmSettings, PlanConfig
+from ompq.configs import RATES, OrmSettings, Pin, PlanConfig
 from ompq.cost_tables import FILES, Cost
 from ompq.costs import can_be_coded, cost_tables, least_rate
 from ompq.errors import PlanError, ScoreError, TargetError, TraceError, shorten
@@ -257,12 +257,10 @@ def _pin_units(
     inputs: dict[str, int] = {}
     for pattern, bits in config.pinned.items():
         for name in select(graph.names, pattern):
-            if isinstance(bits, int):
-                pins[name] = [Choice(bits, one) for one in config.activation_choices]
-            elif bits[0] is None:
-                inputs[name] = bits[1]
-            else:
-                pins[name], inputs[name] = [Choice(*bits)], 0
+            if isinstance(bits, int) or bits[0] is not None:
+                pins[name] = _pinned_choices(bits, config.activation_choices)
+            if not isinstance(bits, int):
+                inputs[name] = bits[1] if bits[0] is None else 0
     return pins, inputs
 
 
@@ -393,3 +391,9 @@ def _row_problem(unit: Unit, target: Target) -> str:
         f"; its rows have {unit.row_length} weights and must be multiples of {counts}. "
         "Pin it to 32 bits to leave it in float"
     )
+
+
+def _pinned_choices(bits: Pin, activations: Sequence[int]) -> list[Choice]:
+    if isinstance(bits, int):
+        return [Choice(bits, activation) for activation in activations]
+    return [Choice(*bits)]
