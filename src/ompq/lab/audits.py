@@ -44,7 +44,9 @@ class Measured:
     """One allocation and its measured damage."""
 
     name: str  # ``random allocation 7``, the score that chose it, or the caller's name
-    bits: tuple[tuple[float, ...], ...]  # choice of each unit, in the graph's order
+    bits: tuple[
+        tuple[int | float, ...], ...
+    ]  # choice of each unit, in the graph's order
     size_bytes: float  # size as the plan counts it
     divergence: float  # mean KL from the float network, in nats, on held-out samples
     top1: float | None = None  # accuracy, if there are labelled batches
