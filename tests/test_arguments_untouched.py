@@ -186,6 +186,7 @@ def export_path(tmp_path, name):
 )
 def test_settings_of_the_caller_change_nothing(setting, tmp_path):
     model, samples = seeded(TinyResNet()), images(8)
+    labels = torch.arange(8) % 4
     config = ompq.ReconstructConfig(rounding=ompq.RoundingConfig(iterations=2))
 
     def results(name):
@@ -194,7 +195,11 @@ def test_settings_of_the_caller_change_nothing(setting, tmp_path):
         better = ompq.reconstruct(quantized, model, samples, config)
         path = export_path(tmp_path, name)
         ompq.export(better, path, samples)
-        return plan.scores.damage.tolist(), path.read_bytes()
+        trained = ompq.train(better, [(samples, labels)], ompq.TrainConfig(epochs=1))
+        weights = [value.tolist() for value in trained.state_dict().values()]
+        result = ompq.evaluate(trained, [(samples, labels)], reference=model)
+        found = result.top1, result.divergence, weights
+        return plan.scores.damage.tolist(), path.read_bytes(), found
 
     plain = results("plain")
     with setting():

@@ -194,7 +194,7 @@ def test_a_known_score_goes_by_its_name_however_it_is_given():
     assert score_name(changed) == "orm(beta=7.0, decreasing='-x')"
 
 
-@pytest.mark.parametrize(("width", "count"), [(7, 6), (16, 8)])
+@pytest.mark.parametrize(("width", "count"), [(7, 60), (16, 64)])
 def test_positions_that_all_samples_share_are_scored(width, count, caplog):
     class Placed(nn.Module):
         def __init__(self, shared):

@@ -487,6 +487,42 @@ def test_embeddings_and_recurrent_layers_hold_units(layer, gates):
     assert [unit.replaced for unit in graph.units] == [False, False, False, True]
 
 
+def test_tables_that_are_added_up_choose_their_bits_alone():
+    class Summed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.kinds = nn.Embedding(9, 6), nn.Embedding(2, 6)
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, ids):
+            x = self.words(ids) + self.kinds(ids * 0)
+            return self.first(x) + self.second(x)
+
+    graph = trace(seeded(Summed()), torch.arange(6).reshape(2, 3))
+    groups = [[graph.names[at] for at in each] for each in graph.groups.values()]
+    assert sorted(groups) == [["first", "second"], ["kinds"], ["words"]]
+
+
+def test_networks_that_hide_what_they_compute_are_refused():
+    network, inputs = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.ones(3, 4)
+    compiled = torch.compile(network, backend="eager")
+    with pytest.raises(TraceError, match=r"torch\.compile.*_orig_mod, a Sequential"):
+        ompq.plan(compiled, inputs, "4bits")
+    network.forward = torch.inference_mode()(network.forward)
+    with pytest.raises(TraceError, match=r"inference_mode\(\).*use torch\.no_grad"):
+        ompq.plan(network, inputs, "4bits")
+
+
+def test_layers_without_weights_are_skipped():
+    with pytest.warns(UserWarning, match="zero-element"):
+        empty = nn.Linear(4, 0), nn.Linear(0, 4)
+    network = nn.Sequential(*empty, nn.Linear(4, 2)).eval()
+    graph = trace(network, torch.ones(3, 4))
+    assert graph.names == ("2",)
+    reasons = {each.name: each.reason for each in graph.skipped}
+    assert reasons == dict.fromkeys(("0", "1"), "its weight is empty")
+
+
 def test_linear_units_of_many_inputs_have_groups(tmp_path):
     graph = trace(tokens(), images(2))
     assert graph.group_size == 0 and "group_size" not in str(graph.to_json())

@@ -21,6 +21,7 @@ from ompq.scores.orthogonality import (
     measure_orm,
     normalise_products,
     objective_coefficients,
+    sample_rows,
 )
 from ompq.scores.sensitivity import Sensitivity
 from tables import score_inputs
@@ -425,3 +426,11 @@ def test_sensitivity_takes_orm_in_its_own_pass_from_pairs_within_batches(
     expected = products / norms[:, None] / norms
     assert found.orm == pytest.approx(expected.clip(0, 1), abs=1e-5)
     assert len(found.orm_labels) == len(graph) - 1  # one sum has two units
+
+
+def test_what_is_the_same_for_all_samples_is_a_constant_row():
+    places = torch.arange(24.0).reshape(1, 2, 3, 4)  # of an attention, without samples
+    rows = sample_rows(places, 5)
+    assert torch.equal(rows, torch.arange(24.0).repeat(5, 1))
+    with pytest.raises(TraceError, match="no dimension of 5 samples"):
+        sample_rows(torch.ones(2, 3), 5)

@@ -17,6 +17,28 @@ from ompq.weight_ranges import search_weight
 from tables import score_inputs
 
 
+class Tables(nn.Module):
+    """Adds up what three tables say of tokens, of their places and of all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(30, 12)
+        self.places = nn.Embedding(5, 12)
+        self.kinds = nn.Embedding(2, 12)
+        self.inner = nn.Linear(12, 12)
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, ids):
+        places = torch.arange(ids.shape[1])[None]
+        kinds = self.kinds(torch.zeros_like(ids))
+        summed = self.words(ids) + kinds + self.places(places)
+        return self.head(self.inner(summed.tanh()).relu().mean(1))
+
+
+def token_ids(count=8):
+    return torch.randint(30, (count, 5), generator=torch.Generator().manual_seed(2))
+
+
 def test_sensitivity_does_not_depend_on_batches(monkeypatch):
     network, inputs = seeded(TinyMobileNet()), images(8)
     graph = trace(network, inputs)
@@ -207,3 +229,52 @@ def test_an_input_that_is_changed_later_leaves_the_noise_to_decide(monkeypatch, 
     damage = Sensitivity()(score_inputs(graph, network, inputs, CHOICES)).damage
     assert np.isfinite(damage).all()
     assert "what a layer reads is changed in place later" in caplog.text
+
+
+def expected_of_table(network, table, errors, ids):
+    """Return half the mean square, over inputs, of gradient · error by channel."""
+    read = []
+    keep = table.register_forward_hook(lambda _m, _a, y: read.append(y))
+    log_p = network(ids).log_softmax(1)
+    keep.remove()
+    generator = torch.Generator().manual_seed(0)
+    classes, weights = drawn_classes(log_p, generator, len(ids))
+    rows = []
+    for n, (label, weight) in enumerate(zip(classes, weights, strict=True)):
+        [slope] = torch.autograd.grad(log_p[n, label], read[0], retain_graph=True)
+        rows.append(weight * (slope[n] * errors[ids[n]]).sum(0).square().sum())
+    return float(sum(rows)) / 2 / len(ids)
+
+
+def test_nothing_corrects_the_mean_error_of_a_table():
+    network, ids = seeded(Tables()), token_ids()
+    graph = trace(network, ids)
+    choices = [Choice(2, 32), Choice(3, 32)]
+    damage = Sensitivity()(score_inputs(graph, network, ids, choices)).damage
+    by_hand = {}
+    for name in ("words", "kinds"):
+        [unit] = [one for one in graph.units if one.name == name]
+        [rounding] = quickly_rounded(network, [unit], choices)
+        errors = rounding.errors(tuple(choices))[0]
+        # Every token is of the first kind.
+        by_token = errors if name == "words" else errors[:1].expand(30, -1)
+        table = network.get_submodule(name)
+        expected = expected_of_table(network, table, by_token, ids)
+        noise = noise_ratios([rounding], choices)[0, 0]
+        by_hand[name] = expected**0.7 * noise**0.3
+    at = graph.names.index
+    found = damage[at("kinds"), 0] / damage[at("words"), 0]
+    # The same row is read everywhere: less its mean, the error would be nothing.
+    assert found == pytest.approx(by_hand["kinds"] / by_hand["words"], rel=1e-3)
+
+
+def test_nothing_repairs_tables():
+    network, ids = seeded(Tables()), token_ids()
+    graph = trace(network, ids)
+    given = score_inputs(graph, network, ids, CHOICES)
+    alike = Sensitivity(tables=1.0)(given).damage
+    found = Sensitivity(tables=3.0)(given).damage
+    tables = [unit.kind == "embedding" for unit in graph.units]
+    assert sum(tables) == 3
+    for row, table in enumerate(tables):
+        assert found[row] == pytest.approx(alike[row] * (3 if table else 1))

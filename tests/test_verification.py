@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 import ompq
+from nets import seeded, values
 from ompq.errors import ExportError
 from ompq.runtimes import verification
 from ompq.runtimes.verification import Agreement, Tolerance, compare_outputs
@@ -120,3 +121,21 @@ def test_codes_may_differ_as_much_as_any_noise_makes_them_differ(monkeypatch):
     differing[:110] = 1
     with pytest.raises(ExportError, match=r"by 0.11 on average; .* explain 0.02"):
         verification.require_codes(*given)
+
+
+def test_a_size_that_pytorch_wrote_into_the_file_is_explained(tmp_path):
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.read, self.tell = nn.Linear(4, 6), nn.Linear(6, 2)
+
+        def forward(self, x):
+            state = torch.zeros(len(x), 6)
+            return self.tell(self.read(x) + state)
+
+    network, inputs = seeded(Steps()), values(6, 4)
+    quantized = ompq.quantize(network, {"*": 8}, inputs)
+    words = r"does not run on inputs of shape \(6, 4\).*use x\.shape\[0\] instead"
+    with pytest.raises(ExportError, match=words):
+        ompq.export(quantized, tmp_path / "net.onnx", inputs)
+    assert not [*tmp_path.iterdir()]

@@ -4,6 +4,8 @@ import re
 from collections.abc import Sequence
 from math import ceil, floor, log10
 
+from ompq.errors import check_type
+
 
 def short(value: float) -> str:
     """Return about three digits, no exponent: 1.23, 12.3, 123, 1234."""
@@ -27,6 +29,7 @@ _SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "GB": 10**9, "MB": 10*
 
 def parse_bytes(text: str, name: str) -> int:
     """Return the bytes that a text such as ``8GiB`` says; ``name`` is the option's."""
+    check_type(name, text, str)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(\w+)\s*", text)
     if match is None or match[2] not in _SIZES or not float(match[1]):
         raise ValueError(

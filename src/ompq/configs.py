@@ -97,7 +97,8 @@ class OrmSettings(Config):
 
 def output_problem(output: str) -> str:
     """Return the requirement that these output kinds break, or ""."""
-    if all(kind in OUTPUT_KINDS for kind in output.split(",")):
+    known = isinstance(output, str)  # users of Python may give anything
+    if known and all(kind in OUTPUT_KINDS for kind in output.split(",")):
         return ""
     return (
         f"{', '.join(OUTPUT_KINDS[:-2])} or {OUTPUT_KINDS[-2]}; with several outputs, "

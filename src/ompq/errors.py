@@ -179,6 +179,14 @@ def check_counts(**counts: int) -> None:
             raise ValueError(f"{name}={count} must be at least 1")
 
 
+def check_type(name: str, value: object, kind: type) -> None:
+    """Raise a TypeError unless a value is of this type."""
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{name} is of type {type(value).__name__}; it must be a {kind.__name__}"
+        )
+
+
 def check_known(name: str, value: object, known: Iterable[str], more: str = "") -> None:
     """Raise a ValueError unless a value is one of the known names.
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ompq.errors import DataError, ModelError
+from ompq.errors import DataError, ModelError, check_type
 from ompq.evaluation_result import Evaluation, paired, wilson_interval
 from ompq.network.graph import RECORD
 from ompq.outputs import CLASSES, Outputs, check_output, per_input
@@ -74,7 +74,7 @@ METRICS: dict[str, Metric] = {"perplexity": Perplexity()}  # by name
 @shows_progress("evaluating")
 def evaluate(
     model: nn.Module,
-    batches: Iterable[tuple[Batch, Any]] | Samples,
+    batches: Iterable[tuple[Batch, Any]] | Samples | Tensor | dict[str, Tensor],
     *,
     reference: nn.Module | None = None,
     metrics: Mapping[str, Metric] | None = None,
@@ -90,7 +90,8 @@ def evaluate(
             (N, classes), unless there are metrics or a reference.
         batches: Pairs of inputs and targets (N,), for example a ``DataLoader``. Targets
             that only metrics read may be anything. With a reference, they may also be
-            ``ompq.Samples``, which have no targets; token ids are their own targets.
+            samples, which have no targets: one tensor, a dict, or ``ompq.Samples``.
+            Token ids are their own targets.
         reference: The float network, for agreement, divergence and accuracy drop.
         metrics: Name → function that returns one number for the network's output and
             the targets, both on its device; it is averaged over the images. For a
@@ -105,10 +106,12 @@ def evaluate(
         DataError: There are no batches, or targets do not match inputs or outputs.
         ModelError: The outputs are not logits, or not finite.
     """
+    check_type("metrics", metrics or {}, Mapping)
     total = len(batches) if isinstance(batches, Sized) else None
-    if isinstance(batches, Samples):
-        total = batches.batch_count(_BATCH_SIZE)
-        batches = _unlabelled(batches, reference)
+    if isinstance(batches, Samples | Tensor | dict):
+        samples = Samples.of(batches)
+        total = samples.batch_count(_BATCH_SIZE)
+        batches = _unlabelled(samples, reference)
     any_targets = bool(metrics) or reference is not None
     networks = (model,) if reference is None else (model, reference)
     processes, report = process_count(), callback(progress)
@@ -162,7 +165,8 @@ def _outputs(
     if len(networks) < 2:
         return CLASSES, batches
     first, batches = _peek(batches)
-    output = output or getattr(getattr(networks[0], RECORD, None), "output", None)
+    if output is None:
+        output = getattr(getattr(networks[0], RECORD, None), "output", None)
     check_output(output)
     outputs = Outputs.of(networks[1], first, output) if len(first) else CLASSES
     return outputs, batches
@@ -362,7 +366,8 @@ def is_class_indices(targets: Any, count: int) -> bool:
 def _pair(batch: Any, index: int, *, any_targets: bool) -> tuple[Batch, Any]:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise DataError(
-            f"batch {index} is {type(batch).__name__}; it must be (inputs, targets)"
+            f"batch {index} is {type(batch).__name__}; it must be (inputs, targets). "
+            "Inputs alone are ompq.Samples.of(inputs), and need a reference"
         )
     inputs, targets = batch
     count = batch_length(inputs)

@@ -18,7 +18,14 @@ from ompq.budgets import Budget
 from ompq.configs import RATES, OrmSettings, Pin, PlanConfig
 from ompq.cost_tables import FILES, Cost
 from ompq.costs import can_be_coded, cost_tables, least_rate
-from ompq.errors import PlanError, ScoreError, TargetError, TraceError, shorten
+from ompq.errors import (
+    PlanError,
+    ScoreError,
+    TargetError,
+    TraceError,
+    check_type,
+    shorten,
+)
 from ompq.network.attention import with_layers
 from ompq.network.graph import find_units, float_network, live_tensors, observe
 from ompq.network.units import (
@@ -72,6 +79,7 @@ def plan(
         TargetError: The target supports none of a unit's choices.
         TraceError: The network cannot be observed or, if strict, stays partly float.
     """
+    check_type("config", config, PlanConfig)
     budget, samples = Budget.of(budget), Samples.of(samples)
     target = _target(config)
     budget = budget if target is None else budget.of_file(target.file)

@@ -30,6 +30,7 @@ from ompq.amounts import digits
 from ompq.checkpoints import Measurements, Store
 from ompq.configs import QuantizeConfig, RefineConfig
 from ompq.content_identity import identity
+from ompq.errors import check_type
 from ompq.measurement import Meter, split
 from ompq.network.graph import trace
 from ompq.plans import Measurement, Plan, check_plan
@@ -77,6 +78,7 @@ def refine(  # noqa: PLR0913 - the last three are optional
         SampleError: There are too few samples to hold some back.
         CheckpointError: The checkpoint belongs to another run.
     """
+    check_type("config", config, RefineConfig)
     samples = Samples.of(samples)
     check_plan(plan)
     plan.check_network(trace(model, samples))

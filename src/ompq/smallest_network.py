@@ -13,7 +13,7 @@ from ompq.amounts import digits, in_bytes, percent
 from ompq.budgets import Budget
 from ompq.checkpoints import Measurements, Store
 from ompq.configs import Goal, SmallestConfig
-from ompq.errors import GoalError
+from ompq.errors import GoalError, check_type
 from ompq.evaluation import evaluate
 from ompq.evaluation_result import Evaluation
 from ompq.integer.finalization import finalize_if_possible
@@ -142,6 +142,8 @@ def find_smallest(  # noqa: PLR0913 - the last four are optional
         PlanError: The plan was made for another network.
         CheckpointError: The folder belongs to another search.
     """
+    check_type("goal", goal, Goal)
+    check_type("config", config, SmallestConfig)
     calibration = Samples.of(samples)
     check_plan(plan)
     plan.check_network(trace(model, calibration))

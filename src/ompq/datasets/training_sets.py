@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ompq.datasets.images import ImageFiles, decode_image, open_image
 from ompq.datasets.named_data import Data, join_items
-from ompq.errors import DataError
+from ompq.errors import DataError, check_type
 from ompq.evaluation import is_class_indices
 from ompq.models.named_models import NamedModel
 from ompq.network.observation import tensors_in
@@ -45,6 +45,7 @@ def training_data(
     Raises:
         DataError: The data has no usable labels or cannot be read.
     """
+    check_type("data", data, Data)
     if data.label_problem is not None:
         raise DataError(f"{data.name}: {data.label_problem}")
     device = torch.device(device)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ompq.errors import QuantizationError
+from ompq.errors import QuantizationError, check_type
 from ompq.integer.lowering import Steps, lower
 from ompq.integer.operators import Convolution, Step
 from ompq.network.observation import tensors_in
@@ -21,6 +21,7 @@ class IntegerNetwork(nn.Module):
 
     def __init__(self, steps: Steps) -> None:
         super().__init__()
+        check_type("steps", steps, Steps)
         self.steps = steps
         self._ratios = [
             step.operator.ratio(steps.sources(step) or [step.grid], step.grid)

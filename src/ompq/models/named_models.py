@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ompq.errors import DeviceMemoryError, MissingExtraError, ModelError, suggestion
+from ompq.errors import (
+    DeviceMemoryError,
+    MissingExtraError,
+    ModelError,
+    check_type,
+    suggestion,
+)
 from ompq.layers import replace_module
 from ompq.models.builtin_networks import (
     BUILTIN,
@@ -135,6 +141,7 @@ def output_count(model: NamedModel) -> int:
 
 
 def _build(name: str, *, pretrained: bool) -> NamedModel:
+    check_type("name", name, str)
     source, _, short = name.partition(":")
     if is_user_function(name):
         module = call_user_function(name, ModelError)

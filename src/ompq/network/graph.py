@@ -114,6 +114,11 @@ def _check_names(model: nn.Module) -> None:
 
 def observe(model: nn.Module, samples: SamplesLike) -> Recording:
     """Record one forward pass of the first sample; try one of every other shape."""
+    if isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
+        raise TraceError(
+            "the network was compiled by torch.compile, which hides its layers: give "
+            f"what was compiled, model._orig_mod, a {type(compiled).__name__}"
+        )
     samples, device = Samples.of(samples), model_device(model)
     batch = to_device(samples.first_batch(1), device)
     try:
@@ -126,6 +131,11 @@ def observe(model: nn.Module, samples: SamplesLike) -> Recording:
         raise TraceError(
             f"the network failed on the samples: {type(error).__name__}: {error}{hint}"
         ) from error
+    if recording.inference:
+        raise TraceError(
+            "the network runs in torch.inference_mode(), so nothing can be computed "
+            "from what its layers read: use torch.no_grad() in its forward instead"
+        )
     _try_shapes(model, samples)
     return recording
 
@@ -310,6 +320,8 @@ def _why_not(module: nn.Module, calls: list[ModuleCall]) -> str:
             return "its weight is computed (a parametrization), not stored"
         if not weight.is_floating_point():
             return f"its weight is {weight.dtype}, not floating point"
+        if not weight.numel():
+            return "its weight is empty"
         if not any(call.weight_used for call in calls):
             return f"{type(module).__name__} does not use its weight as it is stored"
     return "returned no tensor" if calls[-1].output is None else ""
@@ -388,6 +400,8 @@ def _check_weights(modules: Mapping[str, nn.Module], recording: Recording) -> No
             for key, buffer in modules[name]._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
                     tensors[f"{name}.{key}"] = buffer
+    # An empty tensor has no norm.
+    tensors = {key: tensor for key, tensor in tensors.items() if tensor.numel()}
     with torch.no_grad():
         largest = torch.stack(torch._foreach_norm([*tensors.values()], torch.inf))
     pairs = zip(tensors, largest.isfinite().tolist(), strict=True)
@@ -417,8 +431,12 @@ def _place_units(
     heads: dict[int, Unit] = {}  # position of a sum → the first unit that it represents
     placed = []
     for unit, readers, feature in zip(units, chains, features, strict=True):
-        head = heads.setdefault(feature, unit) if any(map(is_sum, readers)) else unit
-        once = unit.calls == 1 and unit.kind not in IN_PLACE
+        computed = unit.kind not in IN_PLACE
+        # Tables that are added up, such as those of tokens and positions, are only
+        # looked up: no arithmetic asks them for equal bits.
+        summed = computed and any(map(is_sum, readers))
+        head = heads.setdefault(feature, unit) if summed else unit
+        once = computed and unit.calls == 1
         norm = _find_norm(modules, readers, times) if once else ""
         held = modules[norm].parameters() if norm else ()
         first = next((c.function for c in readers if c.function not in NORMS), "")

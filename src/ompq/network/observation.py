@@ -70,6 +70,7 @@ class Recording:
     module_calls: list[ModuleCall] = field(default_factory=list)
     # Positions of the calls whose outputs the network returned.
     returned: set[int] = field(default_factory=set)
+    inference: bool = False  # whether the network itself ran in inference mode
 
 
 class Watch(TorchFunctionMode):
@@ -152,6 +153,10 @@ def record(model: nn.Module, batch: Batch) -> Recording:
         output = watch(model, batch, recorder.visit)
     made = (recorder.producer.get(id(tensor), -1) for tensor in tensors_in(output))
     recorder.recording.returned.update(made)
+    own = not torch.is_inference_mode_enabled()
+    recorder.recording.inference = own and any(
+        t.is_inference() for t in tensors_in(output)
+    )
     return recorder.recording
 
 

@@ -329,7 +329,7 @@ def _rest(quantized: nn.Module, record: Quantization) -> Iterator[tuple[str, Ten
 
 
 def _float_network(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    if not isinstance(model, nn.Module):
+    if callable(model) and not isinstance(model, nn.Module):
         # Random weights that nobody uses must not advance the caller's generator.
         with torch.random.fork_rng(devices=[]):
             model = model()

@@ -10,6 +10,7 @@ from torch import nn
 from ompq.activation_ranges import activation_grid, log_grid
 from ompq.allocation.problem import Allocation
 from ompq.configs import Pin, QuantizeConfig
+from ompq.errors import check_type
 from ompq.grids import Grid
 from ompq.layers import quantized_layers
 from ompq.network.attention import with_layers
@@ -68,6 +69,7 @@ def quantize(
     """
     report = callback(progress)
     report(0, 4, "observing the network")
+    check_type("config", config, QuantizeConfig)
     samples, (plan, config) = Samples.of(samples), _at_target(plan, config)
     model = with_layers(float_network(model), samples)
     recording = observe(model, samples)

@@ -14,7 +14,7 @@ from ompq.configs import (
     ReconstructConfig,
     RoundingConfig,
 )
-from ompq.errors import QuantizationError, shorten
+from ompq.errors import QuantizationError, check_type, shorten
 from ompq.layers import quantized_layers
 from ompq.network.attention import with_layers
 from ompq.network.graph import trace
@@ -246,6 +246,7 @@ def _learnable(
 
     Some methods leave out a stem, a first layer that is a block of its own.
     """
+    check_type("config", config, ReconstructConfig)
     layers, names = quantized_layers(model), record.graph.names
     blocks = [
         block

@@ -7,7 +7,7 @@ from torch import nn
 
 from ompq.budgets import Budget
 from ompq.configs import ExportConfig
-from ompq.errors import check_known
+from ompq.errors import check_known, check_type
 from ompq.runtimes.compressed_checkpoints import write_compressed
 from ompq.runtimes.executorch.executorch_graph import ExecutorchGraph, executorch_steps
 from ompq.runtimes.executorch.executorch_network import ExecutorchNetwork
@@ -95,6 +95,7 @@ def export(
         QuantizationError: The network has no integers that a runtime could compute.
         ValueError: The format is unknown.
     """
+    check_type("config", config, ExportConfig)
     path, samples = Path(path), Samples.of(samples)
     kind = format or FORMATS.get(path.suffix, path.suffix or "no suffix")
     check_known("format", kind, FORMATS.values())

@@ -27,6 +27,7 @@ from ompq.samples import (
     model_device,
     to_device,
 )
+from ompq.user_functions import reason
 
 _TINY = torch.finfo(torch.float32).tiny
 # From this many images on, a single one that differs may be a tie.
@@ -303,7 +304,16 @@ def run_session(session: Any, batch: Batch) -> list[Tensor]:
         for name, one in zip(input_names(batch), tensors_in(batch), strict=True)
         if name in read
     }
-    return [torch.from_numpy(output) for output in session.run(None, given)]
+    try:
+        outputs = session.run(None, given)
+    except Exception as error:
+        sizes = ", ".join(str(tuple(one.shape)) for one in given.values())
+        raise ExportError(
+            f"the file does not run on inputs of shape {sizes}: {reason(error)}. If "
+            "the network reads a size with len(x) or int(), PyTorch writes that number "
+            "into the file: use x.shape[0] instead"
+        ) from error
+    return [torch.from_numpy(output) for output in outputs]
 
 
 def against_simulated(

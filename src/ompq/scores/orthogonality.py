@@ -431,6 +431,9 @@ def sample_rows(feature: Tensor, count: int) -> Tensor:
     # Windows have several rows per sample; samples may follow the sequence dimension,
     # and in attentions the stacked projections.
     places = [i for i, size in enumerate(feature.shape) if size and size % count == 0]
+    if not places and feature.dim() and len(feature) == 1:
+        # The same for all samples, as the positions of an attention are.
+        return feature.reshape(1, -1).expand(count, -1)
     if not places:
         raise TraceError(
             f"a layer's output of shape {tuple(feature.shape)} has no dimension of "

@@ -26,7 +26,7 @@ from ompq.network.observation import (
     with_first_tensor,
     with_tensors,
 )
-from ompq.network.units import Choice, Table
+from ompq.network.units import Choice, Table, Unit
 from ompq.offload import visiting
 from ompq.samples import (
     arguments,
@@ -118,15 +118,18 @@ class Sensitivity:
     Noise alone knows nothing about the network behind a unit; the expectation alone
     relies on few samples and on small errors. Together they decide better than either.
 
-    Both are about rounding to nearest, which reconstruction improves on, most of all in
-    convolutions that read several positions: neighbouring inputs are alike, so errors
-    of the weights can cancel.
+    Both are about rounding to nearest, which error feedback and reconstruction improve
+    on, most of all in convolutions that read several positions: neighbouring inputs are
+    alike, so errors of the weights can cancel. Nothing improves on it in tables that
+    are looked up (embeddings): each of their weights is an output.
 
     Attributes:
         samples: How many inputs are used, at most.
         power: Exponent of the expectation; the noise has the exponent 1 − power.
         spatial: How much of the damage reconstruction leaves in a convolution over
             several positions and channels, relative to other layers.
+        tables: How much of it remains in a table that is looked up, relative to other
+            layers.
         seed: Seed for drawing classes.
         orm: How ORM is measured for the report; the damage does not depend on it. It
             is estimated from pairs of samples within the batches of the same pass.
@@ -135,6 +138,7 @@ class Sensitivity:
     samples: int = 64
     power: float = 0.7
     spatial: float = 0.7
+    tables: float = 10.0
     seed: int = 0
     orm: OrmSettings = OrmSettings(per_function=True)
 
@@ -174,9 +178,13 @@ class Sensitivity:
         if len({c.activation for c in choices}) > 1:
             inputs = [Choice(FLOAT_BITS, c.activation) for c in choices]
             table = table + factor[:, :1] * noise_table(replace(given, choices=inputs))
-        left = [self.spatial if unit.kind == "conv" else 1.0 for unit in graph.units]
+        left = np.array([self._left(unit) for unit in graph.units])
         orm = orm or measure_orm(graph, model, given.samples, self.orm)
-        return orm.table(np.array(left)[:, None] * table)
+        return orm.table(left[:, None] * table)
+
+    def _left(self, unit: Unit) -> float:
+        """Return how much of its damage later steps leave, relative to most layers."""
+        return {"conv": self.spatial, "embedding": self.tables}.get(unit.kind, 1.0)
 
     def _factor(
         self, ratio: Table, weights: Sequence[Choice], measured: Sequence[int]
@@ -411,7 +419,8 @@ class _Errors:
         def products(errors: Iterable[Tensor]) -> _Products:
             made = [(by_channel(gradient * e), e.mean(others)) for e in errors]
             uncentred, means = map(_join, zip(*made, strict=True))
-            return _Products(uncentred, means, slopes)
+            # Nothing corrects the mean error of weights that are rounded in place.
+            return _Products(uncentred, means * is_linear_map(function), slopes)
 
         return products
 

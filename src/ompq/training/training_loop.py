@@ -11,14 +11,14 @@ from torch import nn
 
 from ompq.allocation.problem import Allocation
 from ompq.configs import TrainConfig
-from ompq.errors import TrainingError, shorten
+from ompq.errors import TrainingError, check_type, shorten
 from ompq.evaluation import targets_on
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.network.observation import copy_network
 from ompq.progress import ProgressLike, callback
 from ompq.progress_bar import shows_progress
 from ompq.quantization.record import keep_rates, quantization_of, with_quantization
-from ompq.samples import cudnn_kernels
+from ompq.samples import cudnn_kernels, usual_settings
 from ompq.training.step import Loss
 from ompq.training.tracking import Tracker
 from ompq.training.training_batches import (
@@ -31,6 +31,7 @@ from ompq.training.training_run import Run
 
 
 @shows_progress("training")
+@usual_settings()
 def train(  # noqa: PLR0913
     quantized: nn.Module,
     batches: Batches,
@@ -73,6 +74,7 @@ def train(  # noqa: PLR0913
         CheckpointError: The checkpoint belongs to another run.
         MissingExtraError: Accelerate is not installed.
     """
+    check_type("config", config, TrainConfig)
     quantization_of(quantized)
     if teacher is None and config.needs_float:
         raise ValueError(
