@@ -6,7 +6,7 @@ import pytest
 import ompq
 from nets import Chain, images, seeded
 from ompq.errors import MissingExtraError
-from ompq.notebook_tables import data_frame, html_table
+from ompq.notebook_tables import data_frame, html_bar, html_table
 
 
 def test_values_are_escaped_and_long_tables_are_cut():
@@ -33,11 +33,42 @@ def test_plans_evaluations_and_networks_show_themselves():
         assert "<td>" in one._repr_html_()
         assert len(repr(one)) < 200 and "\n" not in repr(one)
     assert "conv" in PLAN._repr_html_() and "conv" in record._repr_html_()
-    assert repr(found).endswith("8 images)") and "agreement" in repr(found)
+    assert repr(found).endswith("8 samples)") and "agreement" in repr(found)
     assert PLAN.to_dict()["totals"] == PLAN.totals
     assert found.to_dict()["agreement"] == found.agreement
     sizes = [row["bytes"] for row in record.to_dict()]
     assert sizes == [row["bytes"] for row in PLAN.to_dict()["units"]]
+
+
+def test_bars_are_as_long_as_their_share_and_their_text_is_escaped():
+    text = html_table("bits", [{"bits": html_bar(0.5, "<4>")}])
+    assert "width:50%" in text and "&lt;4&gt;" in text
+    assert "width:100%" in html_bar(3.0, "24") and "width:0%" in html_bar(-1.0, "")
+    four = ompq.plan(MODEL, images(), "4bits", ompq.PlanConfig(choices=(4,)))
+    assert four._repr_html_().count("width:50%") == len(four.graph)
+
+
+def test_evaluations_show_intervals_and_metrics_of_both_networks():
+    network = ompq.quantize(MODEL, PLAN, images())
+    targets = MODEL(images()).argmax(1)
+    mean = {"mean": lambda outputs, _targets: float(outputs.mean())}
+    found = ompq.evaluate(network, [(images(), targets)], reference=MODEL, metrics=mean)
+    text = found._repr_html_()
+    low, high = found.interval
+    assert f"{100 * found.top1:.2f} % ({100 * low:.2f} to {100 * high:.2f})" in text
+    assert f"{100 * found.drop:.2f} points (" in text
+    assert f"(float: {found.reference_metrics['mean']:.4g})" in text
+    assert found.likeness in text
+
+
+def test_an_export_is_one_line(tmp_path):
+    pytest.importorskip("onnxruntime")
+    made = ompq.export(
+        ompq.quantize(MODEL, PLAN, images()), tmp_path / "net.onnx", images()
+    )
+    text = repr(made)
+    assert text.startswith("ExportResult(net.onnx, ") and "\n" not in text
+    assert made.runtime in text and str(made.simulated) in text and len(text) < 250
 
 
 def test_reprs_are_one_line_that_says_how_much_there_is(tmp_path):

@@ -97,8 +97,7 @@ class Evaluation:
         known = [f"{k} {v:.4g}" for k, v in facts.items() if v is not None]
         if self.output != "classes" and self.likeness:
             known.append(self.likeness)
-        what = "images" if self.output == "classes" else "samples"
-        return f"Evaluation({', '.join([*known, f'{self.count} {what}'])})"
+        return f"Evaluation({', '.join([*known, f'{self.count} samples'])})"
 
     @property
     def likeness(self) -> str:
@@ -119,7 +118,31 @@ class Evaluation:
         return f"{100 * self.agreement:.2f} % of the answers, {text}"
 
     def _repr_html_(self) -> str:
-        return html_table("Evaluation", [self._facts()])
+        return html_table(f"Evaluation, {self.count:,} samples", self._told())
+
+    def _told(self) -> list[dict[str, str]]:
+        """Return what was measured, line by line, with intervals where known."""
+
+        def percent(value: float, low: float, high: float) -> str:
+            return f"{100 * value:.2f} % ({100 * low:.2f} to {100 * high:.2f})"
+
+        told = {}
+        if self.top1 is not None and self.interval is not None:
+            told["top-1"] = percent(self.top1, *self.interval)
+        if self.top5 is not None:
+            told["top-5"] = f"{100 * self.top5:.2f} %"
+        if self.drop is not None and self.drop_error is not None:
+            low, high = (100 * limit for limit in self.drop_interval)
+            told["loss of top-1"] = (
+                f"{100 * self.drop:.2f} points ({low:.2f} to {high:.2f})"
+            )
+        for name, value in self.metrics.items():
+            reference = self.reference_metrics.get(name)
+            beside = "" if reference is None else f" (float: {reference:.4g})"
+            told[name] = f"{value:.4g}{beside}"
+        if self.likeness:
+            told["like the float network"] = self.likeness
+        return [{"": name, "measured": value} for name, value in told.items()]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; the same as :meth:`to_json`."""

@@ -43,7 +43,7 @@ from ompq.network.units import (
     Skipped,
     live_tensors_from_json,
 )
-from ompq.notebook_tables import data_frame, html_table
+from ompq.notebook_tables import data_frame, html_bar, html_table
 from ompq.progress import Progress
 from ompq.registry import Names
 from ompq.score_tables import ScoreTable
@@ -238,7 +238,7 @@ class Plan:
             {
                 "layer": row["name"],
                 "kind": row["kind"],
-                "bits": row["weight_bits"],
+                "bits": html_bar(row["weight_bits"] / 8, f"{row['weight_bits']:g}"),
                 "input bits": row["activation_bits"],
                 "bytes": f"{row['bytes']:,.0f}",
                 "damage": f"{row['damage']:.3g}",

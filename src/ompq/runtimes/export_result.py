@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ompq.amounts import in_bytes
 from ompq.runtimes.onnx.weight_containers import StoredWeight
 from ompq.runtimes.verification import Agreement
 
@@ -32,3 +33,10 @@ class ExportResult:
     # How much logits were allowed to differ, as ``simulated.logits``; infinity where
     # all codes must be equal to those of the integer engine instead.
     limit: float
+
+    def __repr__(self) -> str:
+        """One line: the file, its size, and how it was compared."""
+        return (
+            f"ExportResult({self.path.name}, {in_bytes(self.bytes)}; "
+            f"{self.simulated} in {self.runtime})"
+        )
