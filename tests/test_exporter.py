@@ -38,6 +38,6 @@ def test_the_suffix_or_the_format_chooses_the_writer(
 
 @pytest.mark.parametrize("name", ["net", "net.onxx"])
 def test_other_suffixes_are_refused(name, network, tmp_path):
-    with pytest.raises(ValueError, match=r"use onnx, tflite, pte, gguf or c"):
+    with pytest.raises(ValueError, match=r"use onnx, tflite, pte, mlpackage, g"):
         ompq.export(network, tmp_path / name, images())
     assert not [*tmp_path.iterdir()]

@@ -85,7 +85,7 @@ def test_what_cannot_be_exported_is_told(out, tmp_path):
     assert result.exit_code == 2
     assert "error: there is no packed network" in result.stderr
     result = run("export", out, "--format", "keras", "-o", tmp_path / "net")
-    assert "'keras' is not one of onnx, tflite, pte, gguf" in result.stderr
+    assert "'keras' is not one of onnx, tflite, pte, mlpackage" in result.stderr
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])

@@ -67,7 +67,7 @@ ORDER = {
     "onnx.onnx_graph onnx.traced_graph verification export_result output_grids "
     "xnnpack_kernels integer_files litert.litert_kernels litert.litert_graph "
     "litert.litert_network executorch.executorch_graph executorch.executorch_network "
-    "onnx.onnx_network runnable_files onnx.onnx_files "
+    "coreml.coreml_files onnx.onnx_network runnable_files onnx.onnx_files "
     "onnx.onnx_sizes gguf.gguf_blocks gguf.gguf_metadata gguf.gguf_tensors "
     "gguf.llama_runtime gguf.gguf_files gguf.gguf_sizes compressed_checkpoints "
     "exporter",

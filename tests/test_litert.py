@@ -175,7 +175,8 @@ def test_other_clips_than_those_of_litert_are_refused(tmp_path):
 def test_unknown_formats_and_a_missing_runtime_say_what_to_do(tmp_path, monkeypatch):
     network, samples = symmetric("perceptron", 8)
     with pytest.raises(
-        ValueError, match=r"format='.h5' is unknown; use onnx, tflite, pte, gguf or c"
+        ValueError,
+        match=r"format='.h5' is unknown; use onnx, tflite, pte, mlpackage, g",
     ):
         ompq.export(network, tmp_path / "net.h5", samples)
     monkeypatch.setitem(__import__("sys").modules, "ai_edge_litert", None)

@@ -189,7 +189,7 @@ def test_broken_profiles_say_where(place, value, message, tmp_path):
 
 
 def test_missing_profiles_and_other_files_are_told(tmp_path):
-    with pytest.raises(TargetError, match="no target tpu; use compressed-tensors, e"):
+    with pytest.raises(TargetError, match="no target tpu; use compressed-tensors, c"):
         load_target("tpu")
     (tmp_path / "deep.json").write_text("[" * 100_000)
     with pytest.raises(TargetError, match="not a valid .* it is nested too deeply"):

@@ -55,7 +55,7 @@ from ompq.files import CONFIG, GGUF, ONNX, PACKED, PLAN, REPORT, RESULT
 from ompq.user_functions import is_user_function
 
 ENGINES = ("simulated", "integer")
-FORMATS = ("onnx", "tflite", "pte", "gguf", "compressed-tensors", "packed")
+FORMATS = ("onnx", "tflite", "pte", "mlpackage", "gguf", "compressed-tensors", "packed")
 PLAN_SAMPLES, CALIBRATION_SAMPLES = 64, 1024  # as in the paper and in BRECQ
 REFINE_SAMPLES = 1024  # as recommended for refine()
 DEMO_FOLDER = Path("ompq-demo")

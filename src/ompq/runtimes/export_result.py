@@ -15,7 +15,7 @@ class ExportResult:
 
     path: Path
     bytes: int
-    format: str  # onnx, tflite, pte, gguf or compressed-tensors
+    format: str  # onnx, tflite, pte, mlpackage, gguf or compressed-tensors
     weights: tuple[StoredWeight, ...]
     simulated: Agreement  # agreement of the file with the finalized network in PyTorch
     # Agreement with the integer engine, codes included; None if some of it is float.

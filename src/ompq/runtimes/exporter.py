@@ -9,6 +9,7 @@ from ompq.budgets import Budget
 from ompq.configs import ExportConfig
 from ompq.errors import check_known, check_type
 from ompq.runtimes.compressed_checkpoints import write_compressed
+from ompq.runtimes.coreml.coreml_files import write_coreml
 from ompq.runtimes.executorch.executorch_graph import ExecutorchGraph, executorch_steps
 from ompq.runtimes.executorch.executorch_network import ExecutorchNetwork
 from ompq.runtimes.export_result import ExportResult
@@ -25,6 +26,7 @@ FORMATS = {
     ".onnx": "onnx",
     ".tflite": "tflite",
     ".pte": "pte",
+    ".mlpackage": "mlpackage",
     ".gguf": "gguf",
     ".compressed-tensors": "compressed-tensors",
 }
@@ -51,6 +53,7 @@ _ABOUT = {
     "onnx": ("NCHW", ("onnx", "onnxruntime")),
     "tflite": ("NHWC", ("ai-edge-litert",)),
     "pte": ("NCHW", ("executorch",)),
+    "mlpackage": ("NCHW", ("coremltools",)),
 }
 _RUN_BY_PROGRAM = ("onnx", "tflite")  # what run.py can run
 
@@ -75,18 +78,18 @@ def export(
         quantized: From :func:`ompq.quantize`, possibly reconstructed or trained. A copy
             of it is finalized (:func:`ompq.finalize`).
         path: The file. Its suffix tells the format: ``.onnx``, ``.tflite``, ``.pte``,
-            ``.gguf``; or a folder that transformers and vLLM load, with the suffix
-            ``.compressed-tensors``.
+            ``.mlpackage``, ``.gguf``; or a folder that transformers and vLLM load, with
+            the suffix ``.compressed-tensors``.
         samples: Inputs to verify outputs and codes with.
-        format: ``onnx``, ``tflite``, ``pte``, ``gguf`` or ``compressed-tensors``, if
-            the suffix is another.
+        format: ``onnx``, ``tflite``, ``pte``, ``mlpackage``, ``gguf`` or
+            ``compressed-tensors``, if the suffix is another.
 
     Returns:
         The file's size, how each weight is stored, and agreement. An ONNX file may have
         floats where an operation has no integer kernel; LiteRT and ExecuTorch need
         integers throughout; llama.cpp has floats between its weights, so its logits are
         compared within a limit. For an input with NaN a file returns numbers, but
-        PyTorch NaN.
+        PyTorch NaN. A Core ML package is not run: its weights are read back.
 
     Raises:
         MissingExtraError: The runtime is not installed.
@@ -109,6 +112,8 @@ def export(
     if kind in _INTEGER_RUNTIMES:
         runtime = _INTEGER_RUNTIMES[kind]
         result = runtime.write(quantized, path, samples, config, about.texts())
+    elif kind == "mlpackage":
+        result = write_coreml(quantized, path, samples, about.texts())
     else:
         result = export_onnx(
             quantized,
