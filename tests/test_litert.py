@@ -11,7 +11,7 @@ from nets import TinyMobileNet, TinyResNet, images, seeded, values
 from ompq.errors import ExportError, MissingExtraError
 from ompq.integer.arithmetic import CodeGrid
 from ompq.integer.engine import IntegerNetwork
-from ompq.runtimes.litert.litert_graph import packed_nibbles
+from ompq.runtimes.litert.litert_graph import packed_codes
 from ompq.runtimes.litert.litert_network import LitertNetwork
 from ompq.runtimes.output_grids import with_output_grids
 from ompq.runtimes.xnnpack_kernels import XnnpackSum
@@ -191,11 +191,25 @@ def test_a_damaged_file_is_an_error(tmp_path):
         LitertNetwork(path)
 
 
-def test_nibbles_are_packed_in_pairs_the_first_in_the_lower_half():
-    codes = np.random.default_rng(0).integers(-7, 8, 9).astype(np.int8)
-    packed = packed_nibbles(codes)
-    unpacked = [n - 16 * (n > 7) for byte in packed for n in (byte & 15, byte >> 4)]
-    assert unpacked[:9] == codes.tolist()
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_codes_are_packed_the_first_in_the_lowest_bits(bits):
+    middle = 1 << (bits - 1)
+    codes = np.random.default_rng(0).integers(-middle, middle, 9).astype(np.int8)
+    number = int.from_bytes(packed_codes(codes, bits).tobytes(), "little")
+    unpacked = [(number >> (bits * at)) % (2 * middle) for at in range(9)]
+    assert [one - 2 * middle * (one >= middle) for one in unpacked] == codes.tolist()
+
+
+def test_linear_layers_of_two_bits_are_computed_in_two_bits(tmp_path):
+    layers = nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 18), nn.ReLU()
+    samples = values(16, 24)
+    made = seeded(nn.Sequential(*layers, nn.Linear(18, 5)))
+    network = ompq.quantize(made, {"*": 2}, samples, SYMMETRIC)
+    result = ompq.export(network, tmp_path / "net.tflite", samples)
+    assert result.engine.codes_equal == 1
+    # Rows of 18 inputs do not fill bytes.
+    stored = {one.name: one.container for one in result.weights}
+    assert stored == {"0": "int2", "2": "int2", "4": "int4"}
 
 
 def test_a_sum_is_within_a_step_of_real_arithmetic():

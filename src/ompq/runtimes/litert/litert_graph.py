@@ -28,18 +28,21 @@ from ompq.integer.operators import (
     Sum,
 )
 from ompq.runtimes.integer_files import SIGN
-from ompq.runtimes.litert.litert_kernels import is_nibbles
+from ompq.runtimes.litert.litert_kernels import stored_bits
 from ompq.runtimes.onnx.weight_containers import StoredWeight
 
 _ALIGNMENT = 16  # of constants, in bytes
 _VERSION = 3  # of the schema
-# Versions of operators: the first that takes signed bytes, or 4 bits.
+# Versions of operators: the first that takes signed bytes, or fewer bits.
 _VERSIONS = {
     "CONV_2D": 3, "DEPTHWISE_CONV_2D": 3, "FULLY_CONNECTED": 4, "ADD": 2, "MEAN": 2,
     "MAX_POOL_2D": 2, "CONCATENATION": 2, "PAD": 2, "STRIDED_SLICE": 2, "TRANSPOSE": 2,
     "DEQUANTIZE": 2, "PADV2": 2,
 }  # fmt: skip
-_NIBBLE_VERSIONS = {"CONV_2D": 7, "DEPTHWISE_CONV_2D": 7, "FULLY_CONNECTED": 9}
+_NARROW_VERSIONS = {
+    ("CONV_2D", 4): 7, ("DEPTHWISE_CONV_2D", 4): 7, ("FULLY_CONNECTED", 4): 9,
+    ("FULLY_CONNECTED", 2): 14,
+}  # fmt: skip
 _ACTIVATIONS = {(-inf, inf): "NONE", (0, inf): "RELU", (0, 6): "RELU6"}
 _ACTIVATIONS |= {(-1, 1): "RELU_N1_TO_1"}
 
@@ -53,17 +56,18 @@ def litert_schema() -> Any:
     return schema_py_generated
 
 
-def packed_nibbles(values: NDArray[np.int8]) -> NDArray[np.uint8]:
-    """Pack signed 4-bit integers in pairs, the first in the lower half of a byte.
+def packed_codes(values: NDArray[np.int8], bits: int) -> NDArray[np.uint8]:
+    """Pack signed integers of 2, 4 or 8 bits in bytes, the first in the lowest bits.
 
     Example:
-        >>> packed_nibbles(np.array([1, -1, 7], dtype=np.int8))
+        >>> packed_codes(np.array([1, -1, 7], dtype=np.int8), 4)
         array([241,   7], dtype=uint8)
     """
-    flat = (values.reshape(-1) & 15).astype(np.uint8)
-    pairs = np.pad(flat, (0, flat.size % 2)).reshape(-1, 2)
-    low, high = pairs.T
-    packed: NDArray[np.uint8] = np.bitwise_or(low, high << np.uint8(4))
+    each = 8 // bits
+    flat = values.reshape(-1).astype(np.uint8) & np.uint8((1 << bits) - 1)
+    rows = np.pad(flat, (0, -flat.size % each)).reshape(-1, each)
+    shifted: NDArray[np.uint8] = rows << (bits * np.arange(each, dtype=np.uint8))
+    packed: NDArray[np.uint8] = np.bitwise_or.reduce(shifted, axis=1)
     return packed
 
 
@@ -259,17 +263,14 @@ class LitertGraph:
         ]
         found = self._activation(step.name, step.shape, step.grid)
         options["fusedActivationFunction"] = self._activation_of(step)
-        version = _VERSIONS[kind]
-        if is_nibbles(operator.weight):
-            version = _NIBBLE_VERSIONS[kind]
+        narrow = (kind, stored_bits(operator))
+        version = _NARROW_VERSIONS.get(narrow, _VERSIONS[kind])
         self._operator(kind, inputs, found, options, version)
         return found
 
     def _weight(self, name: str, layer: Layer, values: Tensor, axis: int) -> int:
-        array = values.contiguous().numpy()
-        kind, stored = "INT8", array
-        if is_nibbles(layer.weight):
-            kind, stored = "INT4", packed_nibbles(array)
+        array, width = values.contiguous().numpy(), stored_bits(layer)
+        kind, stored = f"INT{width}", packed_codes(array, width)
         found = self._tensor(f"{name}/weight", array.shape, kind, self._buffer(stored))
         # A channel has a scale of 4 bytes for its weight, another for its bias, and the
         # bias itself.

@@ -1,4 +1,4 @@
-"""The arithmetic of LiteRT's kernels for 4-bit weights, besides XNNPACK's.
+"""What LiteRT stores in fewer than 8 bits, and its arithmetic besides XNNPACK's.
 
 Weights of 4 bits in convolutions, and in linear layers with an odd number of inputs,
 are unpacked at every run, and sums are scaled by fixed-point numbers of 31 bits.
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ompq.integer.arithmetic import CodeGrid, Dyadic, IntegerWeight
+from ompq.integer.arithmetic import CodeGrid, Dyadic
 from ompq.integer.lowering import Steps
 from ompq.integer.operators import Convolution, Layer, Product
 from ompq.runtimes.xnnpack_kernels import xnnpack_steps
@@ -55,13 +55,20 @@ def litert_steps(steps: Steps) -> Steps:
     return xnnpack_steps(steps, _of_litert)
 
 
-def is_nibbles(weight: IntegerWeight) -> bool:
-    """Whether a weight is stored in 4 bits, of which LiteRT does not use -8."""
-    return weight.bits <= 4 and int(weight.values.abs().max()) <= _LARGEST_NIBBLE
+def stored_bits(layer: Layer) -> int:
+    """Return in how many bits a weight is stored: 2 (linear layers only), 4 or 8.
+
+    The lowest code of 2 and 4 bits is not used. Rows of 2 bits fill whole bytes.
+    """
+    weight, largest = layer.weight, int(layer.weight.values.abs().max())
+    linear = isinstance(layer, Product)
+    if linear and weight.bits <= 2 and largest <= 1 and not weight.values.shape[1] % 4:
+        return 2
+    return 4 if weight.bits <= 4 and largest <= _LARGEST_NIBBLE else 8
 
 
 def _of_litert(layer: Layer) -> Layer:
-    if not is_nibbles(layer.weight):
+    if stored_bits(layer) != 4:
         return layer
     if isinstance(layer, Convolution):
         return NibbleConvolution(**vars(layer))
