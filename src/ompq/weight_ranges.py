@@ -83,6 +83,9 @@ class _Effort(NamedTuple):
 _THOROUGH = _Effort(few=24, many=12, neighbours=9, refits=3)
 _ON_SAMPLE = _Effort(few=24, many=8, neighbours=5, refits=2)
 _QUICK = _Effort(few=8, many=4, neighbours=0, refits=1)
+# For so many rows that the search takes longer than everything else: noise is up to a
+# sixth larger, in 40 % of the time.
+_QUICKEST, _MANY_ROWS = _Effort(few=5, many=4, neighbours=0, refits=1), 1 << 16
 
 
 class _Measure(NamedTuple):
@@ -286,7 +289,8 @@ def quick_grids(
     """
     rule = _rules(tuple(bits), rows.device)
     pieces = _pieces(rows, _Measure(counts=counts))
-    found = [_search(part, rule, own, _QUICK) for part, own in pieces]
+    effort = _QUICKEST if len(rows) > _MANY_ROWS else _QUICK
+    found = [_search(part, rule, own, effort) for part, own in pieces]
     lost, scale, zero_point = (
         torch.cat(parts, 1) for parts in zip(*found, strict=True)
     )

@@ -9,14 +9,19 @@ import torch
 from torch import Tensor
 
 from ompq.entropy_coding.rates import LARGEST_HALF
-from ompq.grids import Grid, like_weight, of_groups
+from ompq.grids import Grid, like_weight
 from ompq.network.units import SUPER_BLOCK
-from ompq.weight_ranges import channel_rows, search_weight
+from ompq.weight_ranges import channel_rows
 
 # The largest multiples in super-blocks, by the width of the weights: Q2_K to Q6_K.
 LARGEST_MULTIPLES = {2: 15, 3: 31, 4: 63, 5: 63, 6: 127}
 WITH_MINIMA = (2, 4, 5)  # the widths of which blocks of super-blocks have minima
-_BYTES = 8  # from this width on, signs do not matter
+_BYTES = 8  # this width has no super-blocks
+# Scales to try, relative to that of the largest weight: from the smallest that pays for
+# weights of a normal distribution to one whose shorter end reaches the largest.
+_LEAST_PARTS = {2: 0.4, 3: 0.5, 4: 0.65, 5: 0.75, 6: 0.85, 8: 0.95}
+_MOST_PART, _TRIED, _ENDS, _REFITS = 1.15, 12, 5, 3
+_AT_ONCE = 1 << 20  # weights at a time, few enough for a processor's cache
 # A multiple of the shared number has as many digits as 16-bit floats, so scales are
 # such floats, which all kinds of files hold.
 _HALF_DIGITS, _LEAST_HALF = 11, 2.0**-24
@@ -33,71 +38,117 @@ def gguf_grid(
         group_size: Number of weights of a block.
         super_blocks: Whether 256 weights make a super-block.
     """
-    if not super_blocks or bits >= _BYTES:
-        grid = _signed_grid(weight, bits, group_size)
-        scale = grid.scale.clamp(_LEAST_HALF, LARGEST_HALF).half().to(grid.scale)
-        return Grid(scale, grid.zero_point, bits)
-    affine = bits in WITH_MINIMA
-    if affine:
-        grid = search_weight(weight, bits, group_size=group_size, kind="affine")
+    whole = super_blocks and bits < _BYTES
+    search = _with_minimum if whole and bits in WITH_MINIMA else _with_sign
+    rows = channel_rows(weight, 0, group_size)
+    some = max(1, _AT_ONCE // rows.shape[1])
+    found = [search(part, bits) for part in torch.split(rows, some)]
+    scale, zero_point = (torch.cat(parts) for parts in zip(*found, strict=True))
+    used = rows.any(1, keepdim=True)
+    zero_point = torch.where(used, zero_point, float(1 << (bits - 1)))
+    if whole:
+        shape = (len(weight), -1, SUPER_BLOCK // group_size)
+        scale, zero_point = _in_super_blocks(
+            torch.where(used, scale, 0.0).reshape(shape),
+            zero_point.reshape(shape),
+            bits,
+        )
     else:
-        grid = _signed_grid(weight, bits, group_size)
-    return _in_super_blocks(grid, weight, group_size)
-
-
-def _signed_grid(weight: Tensor, bits: int, group_size: int) -> Grid:
-    """Return a grid whose scales may be negative.
-
-    The codes of B bits go from -2^(B-1) to 2^(B-1) - 1. With a negative scale the
-    longer end is that of positive weights: the zero point is then one less.
-    """
-    middle, size = 1 << (bits - 1), group_size
-    grid = search_weight(weight, bits, group_size=size, kind="midtread")
-    if bits >= _BYTES:
-        return grid
-    other = search_weight(-weight, bits, group_size=size, kind="midtread")
-    other = Grid(other.scale, torch.full_like(other.scale, middle - 1.0), bits)
-    lost, less = (
-        channel_rows(one.fake(weight) - weight, 0, size).square().sum(1)
-        for one in (grid, other)
-    )
-    better = (less < lost).reshape(len(weight), -1)
-    better = like_weight(better, weight.shape, group_size=size)
-    return Grid(
-        torch.where(better, other.scale, grid.scale),
-        torch.where(better, other.zero_point, grid.zero_point),
-        bits,
-    )
-
-
-def _in_super_blocks(grid: Grid, weight: Tensor, group_size: int) -> Grid:
-    """Round scales and minima to multiples of what a super-block shares."""
-    most, bits = LARGEST_MULTIPLES[grid.bits], grid.bits
-    shape = (len(weight), -1, SUPER_BLOCK // group_size)
+        scale = torch.where(used, scale, 1.0).clamp(_LEAST_HALF, LARGEST_HALF).half()
     scale, zero_point = (
-        of_groups(values, group_size).reshape(shape)
-        for values in (grid.scale, grid.zero_point)
-    )
-    blocks = channel_rows(weight, 0, group_size)
-    used = blocks.any(1).reshape(scale.shape)
-    scale = torch.where(used, scale, 0.0)
-    shared = _short_floats(
-        scale.amax(-1, keepdim=True) / most, _HALF_DIGITS - most.bit_length()
-    )
-    multiples = (scale / shared).round_().clamp_(1, most)
-    found = shared * multiples
-    if bits in WITH_MINIMA:
-        minima = torch.where(used, scale * zero_point, 0.0)
-        step = (minima.amax(-1, keepdim=True) / most).half().to(minima)
-        step = step.clamp(min=_LEAST_HALF)
-        zero_point = step * (minima / step).round_().clamp_(0, most) / found
-    else:
-        zero_point = torch.where(used, zero_point, float(1 << (bits - 1)))
-    flat = found.reshape(len(weight), -1), zero_point.reshape(len(weight), -1)
-    scale, zero_point = (
-        like_weight(one, weight.shape, group_size=group_size) for one in flat
+        like_weight(one.reshape(len(weight), -1).to(rows), weight.shape, 0, group_size)
+        for one in (scale, zero_point)
     )
     return Grid(scale, zero_point, bits)
+
+
+def _with_sign(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return scales and zero points (R, 1) of blocks (R, size) without minima.
+
+    The codes of B bits go from -2^(B-1) to 2^(B-1) - 1, and scales may be negative:
+    then the longer end is that of positive weights, and the zero point is one less.
+    """
+    middle = 1 << (bits - 1)
+    whole = rows.abs().amax(1, keepdim=True).clamp(min=_LEAST_HALF) / middle
+    best = torch.full_like(whole, torch.inf)
+    scale = whole
+    parts = torch.linspace(_LEAST_PARTS[bits], _MOST_PART, _TRIED).tolist()
+    tried = [sign * part * whole for part in parts for sign in (1, -1)]
+    for step in range(len(tried) + _REFITS):
+        if step < len(tried):
+            own = tried[step]
+        else:  # least squares
+            codes = (rows / scale).round_().clamp_(-middle, middle - 1)
+            own = (rows * codes).sum(1, keepdim=True)
+            own = own / codes.square().sum(1, keepdim=True).clamp(min=1)
+            own = torch.where(own == 0, scale, own)
+        codes = (rows / own).round_().clamp_(-middle, middle - 1)
+        lost = codes.mul_(own).sub_(rows).square_().sum(1, keepdim=True)
+        scale = torch.where(lost < best, own, scale)
+        best = torch.minimum(lost, best)
+    zero_point = torch.where(scale < 0, middle - 1.0, float(middle))
+    return scale.abs(), zero_point
+
+
+def _with_minimum(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return scales and zero points (R, 1) of blocks (R, size) with minima."""
+    qmax = (1 << bits) - 1
+    low, high = (end[:, None] for end in rows.aminmax(dim=1))
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    scale, least = ((high - low) / qmax).clamp(min=_LEAST_HALF), low
+    best = torch.full_like(scale, torch.inf)
+    parts = torch.linspace(_LEAST_PARTS[bits], 1.0, _ENDS).tolist()
+    for step in range(_ENDS**2 + _REFITS):
+        if step < _ENDS**2:
+            bottom, top = parts[step // _ENDS] * low, parts[step % _ENDS] * high
+            own = ((top - bottom) / qmax).clamp(min=_LEAST_HALF)
+        else:
+            own, bottom = _fitted(rows, scale, least, qmax)
+        codes = ((rows - bottom) / own).round_().clamp_(0, qmax)
+        lost = codes.mul_(own).add_(bottom).sub_(rows).square_().sum(1, keepdim=True)
+        better = lost < best
+        scale, least = (
+            torch.where(better, own, scale),
+            torch.where(better, bottom, least),
+        )
+        best = torch.minimum(lost, best)
+    return scale, -least / scale
+
+
+def _fitted(
+    rows: Tensor, scale: Tensor, least: Tensor, qmax: int
+) -> tuple[Tensor, Tensor]:
+    """Fit scales and minima to the codes by least squares; minima are not positive."""
+    codes = ((rows - least) / scale).round_().clamp_(0, qmax)
+    code, row = codes.mean(1, keepdim=True), rows.mean(1, keepdim=True)
+    product = (codes * rows).mean(1, keepdim=True)
+    square = codes.square().mean(1, keepdim=True)
+    slope = (product - code * row) / (square - code.square())
+    bottom = row - slope * code
+    through = product / square  # a line through 0
+    slope = torch.where(bottom > 0, through, slope)
+    usable = (slope > 0) & slope.isfinite()
+    bottom = torch.where(usable, bottom.clamp(max=0), least)
+    return torch.where(usable, slope, scale), bottom
+
+
+def _in_super_blocks(
+    scale: Tensor, zero_point: Tensor, bits: int
+) -> tuple[Tensor, Tensor]:
+    """Round scales and minima to multiples of what a super-block shares.
+
+    The shape is (C, super-blocks, blocks); scales of blocks of zeros are 0.
+    """
+    most = LARGEST_MULTIPLES[bits]
+    digits = _HALF_DIGITS - most.bit_length()
+    shared = _short_floats(scale.amax(-1, keepdim=True) / most, digits)
+    found = shared * (scale / shared).round_().clamp_(1, most)
+    if bits not in WITH_MINIMA:
+        return found, zero_point
+    minima = scale * zero_point
+    step = (minima.amax(-1, keepdim=True) / most).half().to(minima)
+    step = step.clamp(min=_LEAST_HALF)
+    return found, step * (minima / step).round_().clamp_(0, most) / found
 
 
 def _short_floats(values: Tensor, digits: int) -> Tensor:
