@@ -513,6 +513,24 @@ def test_networks_that_hide_what_they_compute_are_refused():
         ompq.plan(network, inputs, "4bits")
 
 
+def test_samples_with_padding_show_what_masks_do():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.Embedding(9, 6), nn.Linear(6, 3)
+
+        def forward(self, input_ids, attention_mask):
+            x = self.words(input_ids)
+            if not attention_mask.all():  # as encoders of transformers do
+                x = x * attention_mask[..., None]
+            return self.head(x.mean(1))
+
+    ids, mask = torch.arange(20).reshape(4, 5) % 9, torch.ones(4, 5, dtype=torch.long)
+    mask[2, 3:] = 0
+    samples = {"input_ids": ids, "attention_mask": mask}
+    assert ompq.plan(seeded(Masked()), samples, "4bits").scores.orm is not None
+
+
 def test_layers_without_weights_are_skipped():
     with pytest.warns(UserWarning, match="zero-element"):
         empty = nn.Linear(4, 0), nn.Linear(0, 4)

@@ -120,7 +120,7 @@ def observe(model: nn.Module, samples: SamplesLike) -> Recording:
             f"what was compiled, model._orig_mod, a {type(compiled).__name__}"
         )
     samples, device = Samples.of(samples), model_device(model)
-    batch = to_device(samples.first_batch(1), device)
+    batch = to_device(_one_sample(samples), device)
     try:
         recording = record(model, batch)
     except OmpqError:
@@ -138,6 +138,17 @@ def observe(model: nn.Module, samples: SamplesLike) -> Recording:
         )
     _try_shapes(model, samples)
     return recording
+
+
+def _one_sample(samples: Samples) -> Batch:
+    """Return the first sample or, where samples have masks, the one with most padding.
+
+    Encoders leave out a mask that hides nothing, and with it calls that others need.
+    """
+    first = samples.runs[0]
+    mask = first.get("attention_mask") if isinstance(first, dict) else None
+    at = 0 if mask is None else int(mask.flatten(1).count_nonzero(1).argmin())
+    return samples[at]
 
 
 def _try_shapes(model: nn.Module, samples: Samples) -> None:
