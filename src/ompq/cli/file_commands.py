@@ -15,10 +15,7 @@ from ompq.amounts import in_bytes
 from ompq.cli.console import Column, Console, Shown, View, facts, mute_warnings
 from ompq.cli.loading import read_samples
 from ompq.cli.option_groups import BenchOptions, ExportOptions, shape_of
-from ompq.cli.options import (
-    check_threads,
-    check_writable,
-)
+from ompq.cli.options import check_threads, check_writable
 from ompq.configs import ExportConfig
 from ompq.datasets.named_data import load_data
 from ompq.errors import DataError, ExportError, ModelError, PackedFileError
@@ -39,11 +36,7 @@ from ompq.untrusted_json import convert_json, read_json
 from ompq.workflow import add_agreement
 
 
-def run_export(
-    source: Path,
-    options: ExportOptions,
-    console: Console,
-) -> View:
+def run_export(source: Path, options: ExportOptions, console: Console) -> View:
     """Export a quantized network to ONNX and verify the file."""
     packed = source / PACKED if source.is_dir() else source
     if not packed.exists():
@@ -166,9 +159,7 @@ def export_view(result: ExportResult, about: Mapping[str, Any]) -> View:
     return View(data, line, [facts(rows)])
 
 
-def run_inspect(
-    file: Path,
-) -> View:
+def run_inspect(file: Path) -> View:
     """Show what takes space in a packed network or an ONNX file."""
     if file.is_dir():
         raise ValueError(

@@ -17,15 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
-from dataclasses import (
-    MISSING,
-    Field,
-    dataclass,
-    field,
-    fields,
-    is_dataclass,
-    replace,
-)
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import wraps
 from math import inf
 from pathlib import Path

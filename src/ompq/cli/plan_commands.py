@@ -31,9 +31,7 @@ from ompq.cli.option_groups import (
     ScoreOptions,
     SourceOptions,
 )
-from ompq.cli.options import (
-    check_writable,
-)
+from ompq.cli.options import check_writable
 from ompq.cli.views import as_budget, cost_columns, plan_view, size_budgets
 from ompq.datasets.named_data import load_data
 from ompq.models.named_models import blank_input, output_count
@@ -68,11 +66,7 @@ def run_plan(
     work = Workflow(model.module, read, console.stages, cache)
     with _unfinished(file, console) as checkpoint:
         result = work.plan(
-            limits,
-            config,
-            count=few,
-            refinement=refinement,
-            checkpoint=checkpoint,
+            limits, config, count=few, refinement=refinement, checkpoint=checkpoint
         )
         if file is not None:
             result.save(file)

@@ -14,9 +14,7 @@ import numpy as np
 from ompq.amounts import digits, in_bytes, short_count
 from ompq.budgets import Budget
 from ompq.cli.console import Column, Console, Shown, View
-from ompq.cli.options import (
-    check_writable,
-)
+from ompq.cli.options import check_writable
 from ompq.cli.views import cost_columns, plan_view, top1_text
 from ompq.cost_tables import FILES
 from ompq.errors import PlanError, shorten
@@ -39,12 +37,7 @@ _COSTS = {
 }
 
 
-def run_replan(
-    file: Path,
-    console: Console,
-    budget: str,
-    target: Path | None,
-) -> View:
+def run_replan(file: Path, console: Console, budget: str, target: Path | None) -> View:
     """Solve a saved plan for another budget, without the network."""
     check_writable(target)
     limits = Budget.of(budget)
@@ -57,10 +50,7 @@ def run_replan(
     return plan_view(plan, {"from": str(file)}, console.stages.seconds, target)
 
 
-def run_explain(
-    file: Path,
-    unit: str,
-) -> View:
+def run_explain(file: Path, unit: str) -> View:
     """Explain why a layer got its bits."""
     plan = Plan.load(file)
     explanations = [plan.explain(name) for name in select(plan.graph.names, unit)]
@@ -75,12 +65,7 @@ def _plain_fields(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return {k: str(v) if isinstance(v, Choice) else v for k, v in items if k != "text"}
 
 
-def run_pareto(
-    file: Path,
-    console: Console,
-    points: int,
-    cost: str,
-) -> View:
+def run_pareto(file: Path, console: Console, points: int, cost: str) -> View:
     """Show the trade-off between size and damage."""
     plan = Plan.load(file)
     if cost not in plan.problem.costs:
@@ -133,11 +118,7 @@ def _bar(damage: float, low: float, high: float) -> str:
     return "▬" * (1 + round(19 * fraction))
 
 
-def run_compare(
-    sources: list[Path],
-    console: Console,
-    page: Path | None,
-) -> View:
+def run_compare(sources: list[Path], console: Console, page: Path | None) -> View:
     """Compare plans or results: size, damage, accuracy, bits that differ."""
     if len(sources) < 2:
         raise ValueError("compare needs two or more plans; one was given")
@@ -352,10 +333,7 @@ def read_sections(path: Path) -> list[Section]:
         ) from error
 
 
-def run_unpack(
-    file: Path,
-    target: Path | None,
-) -> View:
+def run_unpack(file: Path, target: Path | None) -> View:
     """Write the ONNX file inside a packed network, without PyTorch."""
     target = target or file.with_name(f"{file.name.partition('.')[0]}.onnx")
     check_writable(target)

@@ -40,7 +40,8 @@ def find_images(folder: Path, split: str) -> ImageFiles:
     The folder holds class folders or images, either directly or below ``train`` and
     ``test`` (or ``val``), of which ``split`` selects one. Class folders named by
     numbers (``0000`` to ``0999``) are class indices, even if some are missing. Other
-    names are numbered in sorted order.
+    names are numbered in sorted order. Hidden files are no images. (torchvision's
+    ImageFolder takes them for images, needs classes, and numbers them without gaps.)
     """
     folder = _split_folder(folder, split)
     entries = _listing(folder)

@@ -28,10 +28,7 @@ SHAPES = _names(
     "Flatten Reshape Squeeze Unsqueeze",
 )
 # The same values in another order, without a copy.
-ORDERS = _names(
-    "permute transpose t swapaxes swapdims movedim moveaxis",
-    "Transpose",
-)
+ORDERS = _names("permute transpose t swapaxes swapdims movedim moveaxis", "Transpose")
 # The same in memory of its own.
 SHUFFLES = _names(
     "flip roll channel_shuffle pixel_shuffle pixel_unshuffle",
@@ -39,8 +36,7 @@ SHUFFLES = _names(
 )
 # Some of the values.
 PARTS = _names(
-    "getitem chunk split tensor_split unbind narrow select",
-    "Gather Slice Split",
+    "getitem chunk split tensor_split unbind narrow select", "Gather Slice Split"
 )
 # The largest values of windows; torch calls ``boolean_dispatch`` if pooling may return
 # their places, too.

@@ -97,23 +97,21 @@ def inspect_file(path: str | Path) -> Account:
 def _unit_accounts(contents: Contents) -> list[UnitAccount]:
     coded = {one.unit.name: Encoding.CODED in one.encoding for one in contents.units}
     taken, bits = _taken(contents), contents.record.allocation
+    state = contents.state  # of units that stay float
     return [
         UnitAccount(
             unit,
             bits[unit.name],
             coded.get(unit.name, False),
-            taken.get(unit.name) or _taken_by_float(unit, contents.state),
+            taken.get(unit.name)
+            or Bytes(
+                _size(state.get(unit.parameter)),
+                biases=_size(state.get(bias_key(unit))),
+            ),
             unit_bytes(unit, bits[unit.name]),
         )
         for unit in contents.record.graph.units
     ]
-
-
-def _taken_by_float(unit: Unit, state: Mapping[str, Tensor]) -> Bytes:
-    return Bytes(
-        weights=_size(state.get(unit.parameter)),
-        biases=_size(state.get(bias_key(unit))),
-    )
 
 
 def _taken(contents: Contents) -> dict[str, Bytes]:

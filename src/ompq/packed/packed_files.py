@@ -206,11 +206,7 @@ def _figures(plan: Plan, record: Quantization) -> dict[str, Any]:
 
 
 def _pack(
-    quantized: nn.Module,
-    record: Quantization,
-    about: Mapping[str, Any],
-    *,
-    coded: bool,
+    quantized: nn.Module, record: Quantization, about: Mapping[str, Any], *, coded: bool
 ) -> Contents:
     state = quantized.state_dict(keep_vars=True)
     names = quantizer_names(quantized, record.sites)

@@ -26,9 +26,7 @@ class _Bits(NamedTuple):
 # What is read of a file's structure.
 _STRUCTURE = record_type(
     about=record_type(
-        network=str,
-        versions=dict[str, str],
-        plan=record_type(budget=str) | None,
+        network=str, versions=dict[str, str], plan=record_type(budget=str) | None
     ),
     graph=record_type(
         units=record_type(
