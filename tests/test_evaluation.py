@@ -376,3 +376,11 @@ def test_processes_must_read_the_same_batches(monkeypatch):
     monkeypatch.setattr("ompq.evaluation.process_count", lambda: 2)
     with pytest.raises(DataError, match="the processes read different batches"):
         evaluate(network, Shuffled())
+
+
+def test_an_edited_evaluation_does_not_claim_more_images_than_it_knows():
+    data = Evaluation(0.5, None, 8, (0.2, 0.8), 1.0, correct=b"\x0f").to_json()
+    assert Evaluation.from_json(data).correctness().sum() == 4
+    edited = Evaluation.from_json({**data, "count": 10**12})
+    with pytest.raises(ValueError, match="1000000000000 images says of only 8 whether"):
+        edited.drop_from(edited)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ompq.notebook_tables import data_frame, html_table
-from ompq.untrusted_json import convert_json
+from ompq.untrusted_json import Count, convert_json
 
 _Z95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
@@ -45,7 +45,7 @@ class Evaluation:
 
     top1: float | None
     top5: float | None
-    count: int
+    count: Count
     interval: tuple[float, float] | None
     images_per_second: float
     agreement: float | None = None
@@ -61,6 +61,11 @@ class Evaluation:
     def correctness(self) -> NDArray[np.bool_]:
         """Return which images were classified correctly, (count,)."""
         packed = np.frombuffer(self.correct, dtype=np.uint8)
+        if self.count > 8 * len(packed):  # in a file that was edited
+            raise ValueError(
+                f"the evaluation of {self.count} images says of only "
+                f"{8 * len(packed)} whether they were right; evaluate again"
+            )
         return np.unpackbits(packed, count=self.count).astype(bool)
 
     @property
