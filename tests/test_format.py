@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from files_cases import WRONG, changed_anywhere
 from nets import Chain, images, seeded
 from ompq.allocation.problem import Allocation
 from ompq.errors import OmpqError, PackedFileError
@@ -25,6 +26,7 @@ from ompq.packed.format import (
     zero_step,
 )
 from ompq.packed.packed_files import load, save
+from ompq.packed.summary import summarize
 from ompq.quantization.pipeline import quantize
 from ompq.quantization.record import quantization_of
 from packing_tools import coded
@@ -221,6 +223,20 @@ def test_files_made_wrong_are_refused(case, file):
     with pytest.raises(PackedFileError, match=words) as error:
         load(file, Chain)
     assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("value", WRONG, ids=repr)
+def test_a_wrong_value_at_any_place_of_a_structure_is_one_clear_error(value, file):
+    tensors, refused = read_file(file)[1], 0
+    for data in changed_anywhere(structure_of(tensors), value):
+        write_file(file, with_structure(tensors, **data))
+        for read in (inspect_file, summarize):
+            try:
+                read(file)
+            except PackedFileError as error:
+                refused += 1
+                assert str(error).isprintable()
+    assert refused > 50
 
 
 CODED = {

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import ompq
+from files_cases import WRONG, changed_anywhere
 from nets import TinyMobileNet, TinyResNet, images, seeded, values
 from ompq import lab
 from ompq.allocation.infeasibility import reachable
@@ -319,3 +320,17 @@ def test_errors_of_plans_hold_no_characters_that_control_a_terminal(plan, tmp_pa
         PlanError, match=r"units\[0\] has no field \\u202e\\x1b\[2J. Undo"
     ):
         ompq.Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("value", WRONG, ids=repr)
+def test_a_wrong_value_at_any_place_of_a_plan_is_one_clear_error(plan, value, tmp_path):
+    path, refused = tmp_path / "plan.json", 0
+    plan.save(path)
+    for data in changed_anywhere(json.loads(path.read_text()), value):
+        path.write_text(json.dumps(data))
+        try:
+            _ = ompq.Plan.load(path).totals
+        except PlanError as error:
+            refused += 1
+            assert str(error).isprintable()
+    assert refused > 50

@@ -3,6 +3,7 @@ import math
 
 import pytest
 
+from files_cases import WRONG, changed_anywhere
 from ompq.lab.audit_command import audit_sections
 from ompq.report.page import render_report
 from ompq.report_sections import (
@@ -40,6 +41,17 @@ def test_kinds_of_sections_keep_their_names_in_files():
 def test_what_is_no_section_is_named(entry, words):
     with pytest.raises(ValueError, match=words):
         sections_from_json([entry])
+
+
+@pytest.mark.parametrize("value", WRONG, ids=repr)
+def test_a_wrong_value_at_any_place_of_sections_is_one_clear_error(value):
+    refused = 0
+    for data in changed_anywhere(sections_to_json(every_section()), value):
+        try:
+            sections_from_json(json.loads(json.dumps(data)))
+        except ValueError:
+            refused += 1
+    assert refused
 
 
 def test_numbers_that_cannot_be_are_refused():

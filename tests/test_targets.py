@@ -6,6 +6,7 @@ from torch import nn
 
 import ompq
 from cli_tools import network_file, run, run_json
+from files_cases import WRONG, changed_anywhere
 from nets import TinyMobileNet, images, seeded, tokens
 from ompq.configs import PlanConfig
 from ompq.errors import PlanError, TargetError
@@ -236,3 +237,16 @@ def test_groups_are_no_faster_in_integers():
     assert set(slow.values()) == {
         "weights with a scale per group are multiplied as floats"
     }
+
+
+@pytest.mark.parametrize("value", WRONG, ids=repr)
+def test_a_wrong_value_at_any_place_of_a_profile_is_one_clear_error(value, tmp_path):
+    path, refused = tmp_path / "chip.json", 0
+    for data in changed_anywhere(PROFILE, value):
+        path.write_text(json.dumps(data))
+        try:
+            load_target(path)
+        except TargetError as error:
+            refused += 1
+            assert "chip.json is not a valid target profile" in str(error)
+    assert refused
