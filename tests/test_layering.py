@@ -55,6 +55,7 @@ ORDER = {
     "given_bits gguf_grids weight_grids assembly calibration moments record pipeline",
     "reconstruction": "block_layout block_fisher block_data descent phases rounding "
     "tuning block_loop",
+    "forecasts": "",
     "evaluation_result": "",
     "evaluation": "",
     "measurement": "",

@@ -829,3 +829,39 @@ def mismatch(network, images):
     mean, variance = seen[0].mean((0, 2, 3)), seen[0].var((0, 2, 3))
     off = (mean - norm.running_mean).square() + (variance - norm.running_var).square()
     return float(off.sum())
+
+
+def test_a_dry_run_says_how_long_and_leaves_nothing(net, tmp_path):
+    words = ("quantize", *net, *FAST, "--budget", "70%", "-o", tmp_path / "out")
+    shown = run(*words, "--dry-run")
+    assert shown.exit_code == 0, shown.output
+    assert "takes about" in shown.stdout
+    assert "reconstructing" in shown.stdout
+    assert not (tmp_path / "out").exists()
+    data = json.loads(run(*words, "--dry-run", "--json").stdout)
+    assert data["seconds"] == pytest.approx(sum(s["seconds"] for s in data["stages"]))
+    assert data["peak_bytes"] == max(s["peak_bytes"] for s in data["stages"])
+
+
+def test_a_run_says_before_it_starts_how_long_it_will_take(net, tmp_path):
+    words = ("quantize", *net, *FAST, "--budget", "70%", "-o", tmp_path / "out")
+    shown = run(*words)
+    assert "takes about" in shown.stderr
+    assert "takes about" not in run(*words, "--overwrite", "--quiet").stderr
+
+
+def test_a_run_that_does_not_fit_stops_before_it_starts(net, tmp_path, monkeypatch):
+    monkeypatch.setattr("ompq.working_memory.free_bytes", lambda: 1000)
+    words = ("quantize", *net, *FAST, "--budget", "70%", "-o", tmp_path / "out")
+    shown = run(*words)
+    assert shown.exit_code == 2
+    assert "this run needs about" in shown.stderr
+    assert "but 1000 B are free" in shown.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_search_cannot_be_forecast(net, tmp_path):
+    words = ("quantize", *net, "--min-agreement", "99%", "-o", tmp_path / "out")
+    shown = run(*words, "--dry-run")
+    assert shown.exit_code == 2
+    assert "--dry-run cannot be combined with a goal" in shown.stderr

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ompq.errors import OmpqError as OmpqError
     from ompq.evaluation import Perplexity as Perplexity, evaluate as evaluate
     from ompq.evaluation_result import Evaluation as Evaluation
+    from ompq.forecasts import Forecast as Forecast, forecast as forecast
     from ompq.integer.engine import IntegerNetwork as IntegerNetwork
     from ompq.integer.finalization import finalize as finalize
     from ompq.models.named_models import (

@@ -101,6 +101,15 @@ def free_bytes() -> int:
     return max(min(found), 0)
 
 
+def resident_bytes() -> int:
+    """Return the memory that this process has now, 0 if the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):  # not Linux
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 # Where Linux keeps the limit of a container, and what it uses.
 _CONTAINERS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),

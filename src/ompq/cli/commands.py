@@ -145,6 +145,7 @@ def quantize(
     planning: RefineOptions,
     caching: CacheOptions,
     console: Console,
+    dry_run: bool = flag("Only say how long it would take and how much memory."),
 ) -> View:
     r"""Plan, quantize, reconstruct, evaluate and save, in one command.
 
@@ -159,6 +160,8 @@ def quantize(
       ompq quantize timm:resnet18 --data train/ --eval-data val/ --max-drop 1 \
         -o out/
       ompq quantize net.py:make --data images/ --min-agreement 99% -o out/
+      ompq quantize torchvision:resnet18 --data train/ --budget 4.0MiB --dry-run \
+        -o out/
 
     Instead of a budget, --max-drop, --min-agreement or --max-divergence set a goal.
     ompq then finds the smallest network that meets it on --eval-data or, without that,

@@ -16,9 +16,17 @@ import typer
 from torch import nn
 
 from ompq.allocation.problem import Allocation
-from ompq.amounts import digits, in_bytes
+from ompq.amounts import digits, in_bytes, seconds as duration
 from ompq.budgets import Budget
-from ompq.cli.console import Console, View, facts, in_first_process, mute_warnings, say
+from ompq.cli.console import (
+    Column,
+    Console,
+    View,
+    facts,
+    in_first_process,
+    mute_warnings,
+    say,
+)
 from ompq.cli.loading import (
     check_score,
     decoder_metrics,
@@ -63,6 +71,7 @@ from ompq.datasets.training_sets import HeldSet, training_data
 from ompq.errors import BudgetError, DataError, PlanError
 from ompq.evaluation import evaluate as measure
 from ompq.files import ONNX, PACKED, PLAN, RESULT, locked_folder, remove_unfinished
+from ompq.forecasts import Forecast, forecast
 from ompq.integer.engine import IntegerNetwork
 from ompq.models.exported_models import exported_model
 from ompq.models.named_models import NamedModel
@@ -87,6 +96,7 @@ from ompq.workflow import (
     learning_config,
     made_folder,
 )
+from ompq.working_memory import check_free
 
 
 def finished_view(run: RunOptions) -> View:
@@ -224,12 +234,14 @@ def run_quantize(
     planning: RefineOptions,
     caching: CacheOptions,
     console: Console,
+    *,
+    dry_run: bool,
 ) -> View:
     """Plan, quantize, reconstruct, evaluate and save, in one command."""
     check_writable(run.folder, folder=True)
+    run.check(planning)
+    goals.check(run, dry_run=dry_run)
     with run_folder(run, console):
-        run.check(planning)
-        goals.check(run)
         if run.is_finished():
             return finished_view(run)
         metrics, cache = user_metrics(run.metric), caching.folder()
@@ -240,33 +252,63 @@ def run_quantize(
         inputs = find_data(sources, model)
         # Read now, so that unsuitable labels are not found after an hour of work.
         judged = labelled_batches(sources, run.eval_data, model, run.limit)
-        run.clear(run.plan)
         samples = read_samples(inputs, calibration_count(run, inputs), console)
         work = Workflow(model.module, samples, console.stages, cache)
-        learning = reconstruction(run, inputs, planning.protocol)
-        search = None
+        search, learning = None, reconstruction(run, inputs, planning.protocol)
+        if goal is None:
+            found = forecast(
+                model.module,
+                samples,
+                learning,
+                coded=planning.coded,
+                evaluated=len(judged.order) if judged else 0,
+            )
+            if dry_run:
+                return _forecast_view(found)
+            _announce(found, console)
+        run.clear(run.plan)
         if goal is None:
             plan, network = _make_quantized(work, source, inputs, run, planning)
         else:
-            plan = make_plan(planning, work, source, inputs)
-            search = work.smallest(
-                plan, goal, learning, batches=judged, folder=run.folder / SEARCH
-            )
+            base, tried = make_plan(planning, work, source, inputs), run.folder / SEARCH
+            search = work.smallest(base, goal, learning, batches=judged, folder=tried)
             plan, network = search.plan, search.network
-        steps = learning.rounding.iterations if learning else 0
-        more = {
-            "samples": len(samples),
-            "iterations": steps,
-            "input_shape": sources.input_shape,
-        }
-        about = provenance(inputs, eval_data=run.eval_data, **more)
+        about = provenance(
+            inputs,
+            eval_data=run.eval_data,
+            samples=len(samples),
+            iterations=learning.rounding.iterations if learning else 0,
+            input_shape=sources.input_shape,
+        )
         outcome = work.outcome(
             network, plan, judged, about, metrics or decoder_metrics(model)
         )
-        view = _finish(outcome, run, console, work, search)
-        (run.folder / CHECKPOINT).unlink(missing_ok=True)
-        rmtree(run.folder / SEARCH, ignore_errors=True)
-    return view
+        return _finish(outcome, run, console, work, search)
+
+
+def _forecast_view(found: Forecast) -> View:
+    """Return what ``--dry-run`` shows."""
+    rows = found.to_dict()
+    columns = [
+        Column(title, [row[title] for row in rows], "left" if not at else "right")
+        for at, title in enumerate(rows[0])
+    ]
+    return View(found.to_json(), found.in_words, [found.in_words, columns])
+
+
+def _announce(found: Forecast, console: Console) -> None:
+    """Say how long a run will take, unless it cannot fit in memory.
+
+    Raises:
+        HostMemoryError: It needs more memory than is free.
+    """
+    check_free(found.needed_bytes)
+    console.stages.left.expect(found.by_stage)
+    if console.quiet:
+        return
+    say(console.err, found.in_words)
+    stages = (f"{one.name} {duration(one.seconds)}" for one in found.stages)
+    say(console.err, f"  {', '.join(stages)}")
 
 
 def _make_quantized(
@@ -308,6 +350,8 @@ def _finish(
         outcome = replace(outcome, about=about, remarks=[*outcome.remarks, *remarks])
     with console.stage("writing files") as progress:
         files = outcome.write(run.folder, progress, typed_toml())
+    (run.folder / CHECKPOINT).unlink(missing_ok=True)
+    rmtree(run.folder / SEARCH, ignore_errors=True)
     folder, evaluation = run.folder, outcome.evaluation
     listed = [
         f"{folder / name}: {in_bytes(one.bytes)}"

@@ -559,7 +559,7 @@ class GoalOptions:
         with naming_options(typed):
             return Goal(metric=next(iter(metrics), None), **given)
 
-    def check(self, run: RunOptions) -> None:
+    def check(self, run: RunOptions, *, dry_run: bool = False) -> None:
         """Raise a ValueError for a goal that contradicts or lacks other options."""
         decided = [o for o, v in (("--budget", run.budget), ("--plan", run.plan)) if v]
         goal = self.goal()
@@ -568,6 +568,11 @@ class GoalOptions:
         if decided:
             raise ValueError(
                 f"{decided[0]} and a goal ({goal}) both decide the size; give one"
+            )
+        if dry_run:
+            raise ValueError(
+                f"--dry-run cannot be combined with a goal ({goal}): how many networks "
+                "will be tried is not known before; give a --budget"
             )
         if self.max_drop is not None and run.eval_data is None:
             raise ValueError("--max-drop needs labelled data: give --eval-data")

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ompq.samples import Batch, attached, call, evaluating, in_this_thread, lock_of
-from ompq.working_memory import release
+from ompq.working_memory import release, resident_bytes
 
 logger = logging.getLogger(__name__)
 # What a paused pass holds, relative to a module's output: its input, and both rounded.
@@ -523,6 +523,7 @@ def visit_outputs(
         if limit < math.inf:
             side_by_side.count_fitting(limit)
         answers: Sequence[Tensor | None] = []
+        most = resident_bytes() + limit / 2
         for at in count():
             found = side_by_side.advance(at, answers)
             names = {one and one[0] for one in found}
@@ -536,8 +537,8 @@ def visit_outputs(
                 return
             changed = visit(names.pop(), [output for _, output in found])
             answers = changed or [None] * len(found)
-            if limit < math.inf:
-                release()
+            if resident_bytes() > most:
+                release()  # which is slow, as what is needed next must be asked for
 
 
 class _SideBySide:
