@@ -175,7 +175,7 @@ _OCTAVES = np.arange(-6.5, 3.5, 0.5)
 _SAMPLED, _CODED = 1 << 13, 1 << 16
 _CODED_AT = (1.0, 2.5, 5.0)  # bits
 # A step is good enough if its codes take at least this part of the bytes they may take.
-_FILLED = 0.995
+_FILLED = 0.998
 _TRIES = 8  # steps that are tried at most, if one of them fits
 LARGEST_HALF = 65504.0  # the largest float of 16 bits
 _SMALLEST = 1e-30  # the least that the largest scale of a layer counts as

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ompq.budgets import Budget
-from ompq.costs import unit_bytes
+from ompq.costs import coded_bytes
 from ompq.entropy_coding.bit_packing import pack_bits
 from ompq.errors import PackedFileError, PlanError, QuantizationError, shorten
 from ompq.files import library_version, shown
@@ -226,17 +226,21 @@ def _pack(
         entropy_coded = coded or choice.rate > 0
         compact = entropy_coded or unit.group_size > 0
         units.append(one.compact(coded=entropy_coded) if compact else one)
-    _warn_of_excess(units, record)
+    _warn_of_excess(units, quantized_layers(quantized))
     rest = {key: tensor.detach().cpu() for key, tensor in _rest(quantized, record)}
     return Contents(record, tuple(units), tuple(grids), rest, about)
 
 
-def _warn_of_excess(units: Sequence[PackedUnit], record: Quantization) -> None:
-    """Warn of coded units that take more bytes than their rates promise."""
+def _warn_of_excess(
+    units: Sequence[PackedUnit], layers: Mapping[str, QuantizedLayer]
+) -> None:
+    """Warn of coded units that take more bytes than they may."""
     over = {}
     for one in units:
-        promised = unit_bytes(one.unit, record.allocation[one.unit.name]).weights
-        over[one.unit.name] = one.stream.numel() - promised
+        layer = layers.get(one.unit.name)
+        if layer is not None and layer.rate:
+            most = coded_bytes(one.unit.weights, layer.rate)
+            over[one.unit.name] = one.stream.numel() - most
     names = [name for name, excess in over.items() if excess > 0]
     if names:
         _logger.warning(
@@ -389,9 +393,11 @@ def _unlike(quantized: nn.Module, contents: Contents) -> list[str]:
 
 @torch.no_grad()
 def _fill(quantized: nn.Module, contents: Contents) -> None:
-    state = quantized.state_dict()
+    state, layers = quantized.state_dict(), quantized_layers(quantized)
     for one in contents.units:
         unit, weight = one.unit, state[one.unit.parameter]
+        if (layer := layers.get(unit.name)) is not None and layer.rate:
+            layer.rate = max(layer.rate, 8 * one.stream.numel() / unit.weights)
         grid = broadcast_grid(one.grid, unit, weight.device)
         # Grid.dequantize in place: copies would take as long as everything else here.
         weight.copy_(one.codes)

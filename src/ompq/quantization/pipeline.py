@@ -23,6 +23,7 @@ from ompq.progress import Progress, ProgressLike, callback
 from ompq.progress_bar import shows_progress
 from ompq.quantization.activation_sites import ActivationSite, find_sites
 from ompq.quantization.assembly import assemble
+from ompq.quantization.budget_filling import fill_budget, size_limit
 from ompq.quantization.calibration import READING, read_ranges, weigh_ranges
 from ompq.quantization.equalization import (
     Equalized,
@@ -95,14 +96,6 @@ def quantize(
     sites, activation_grids = _calibrate(model, samples, sites, config, outputs, report)
     report(2, 4, ROUNDING)
     grams = weight_grams(model, graph, allocation, samples, config, report)
-    quantized = assemble(
-        model,
-        graph,
-        allocation,
-        sites,
-        weight_grid=find_weight_grids(allocation, grams, factors, config, report),
-        activation_grids=activation_grids,
-    )
     record = Quantization(
         graph,
         allocation,
@@ -110,11 +103,25 @@ def quantize(
         (*graph.skipped, *unplaced),
         equalized=factors,
         output=str(outputs),
+        limit=(limit := size_limit(plan)),
     )
-    report(3, 4, BIASES)
-    if config.restore_moments:
-        _restore_moments(quantized, model, graph, samples, config.batch_size, report)
-    keep_rates(with_quantization(quantized, record))
+
+    def rounded(bits: Allocation) -> nn.Module:
+        made = assemble(
+            model,
+            graph,
+            bits,
+            sites,
+            weight_grid=find_weight_grids(bits, grams, factors, config, report),
+            activation_grids=activation_grids,
+        )
+        report(3, 4, BIASES)
+        if config.restore_moments:
+            _restore_moments(made, model, graph, samples, config.batch_size, report)
+        keep_rates(with_quantization(made, record))
+        return made
+
+    quantized = fill_budget(rounded, graph, allocation, limit)
     report(4, 4, "done")
     return to_host(quantized).train(model.training)
 

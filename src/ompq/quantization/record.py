@@ -54,6 +54,8 @@ class Quantization:
     links: tuple[Link, ...] = ()
     equalized: tuple[Equalized, ...] = ()  # channels that were rescaled
     output: str = "classes"  # what the network returns, see ompq.outputs
+    # Bytes that its packed file should fill, or 0. Packed files do not keep it.
+    limit: int = 0
 
     def __repr__(self) -> str:
         return f"Quantization({self.allocation!r}, {len(self.skipped)} left float)"
@@ -170,7 +172,8 @@ def keep_rates(quantized: nn.Module) -> None:
         if rate and bias is not None:
             bias.copy_(bias.clamp(-LARGEST_HALF, LARGEST_HALF).half())
         if rate and unit.name in layers:
-            _keep_rate(layers[unit.name], coded_bytes(unit.weights, rate))
+            own = layers[unit.name]
+            _keep_rate(own, coded_bytes(unit.weights, own.rate))
 
 
 def are_halves(scale: Tensor) -> bool:

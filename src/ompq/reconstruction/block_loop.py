@@ -15,7 +15,7 @@ from ompq.configs import (
     RoundingConfig,
 )
 from ompq.errors import QuantizationError, check_type, shorten
-from ompq.layers import quantized_layers
+from ompq.layers import QuantizedLayer, quantized_layers
 from ompq.network.attention import with_layers
 from ompq.network.graph import trace
 from ompq.network.observation import copy_network, tensors_in
@@ -24,12 +24,12 @@ from ompq.outputs import Outputs
 from ompq.parallel import add_up, copy_main, process_count, rank
 from ompq.progress import Progress, ProgressLike, callback
 from ompq.progress_bar import shows_progress
+from ompq.quantization.budget_filling import keep_budget, pass_on
 from ompq.quantization.equalization import equalize_channels
 from ompq.quantization.moments import Moments, float_moments
 from ompq.quantization.record import (
     BlockError,
     Quantization,
-    keep_rates,
     quantization_of,
     with_quantization,
 )
@@ -117,26 +117,29 @@ def reconstruct(
             float_activations(result, wanted=phase.float_activations),
         ):
             for number, (name, group) in enumerate(phase.named.items()):
-                if name in done:
-                    continue
-                cache = runner.gather(
-                    group[0],
-                    group[-1],
-                    loss=config.loss,
-                    fisher_rank=config.fisher_rank,
-                    moments=phase.moments.get(group, {}),
+                if name not in done:
+                    cache = runner.gather(
+                        group[0],
+                        group[-1],
+                        loss=config.loss,
+                        fisher_rank=config.fisher_rank,
+                        moments=phase.moments.get(group, {}),
+                    )
+                    cache.held_out = held_out
+                    block, seed = _join(result, group), config.seed + 7919 * number
+                    report = _block_progress(told, len(done), total, name)
+                    with staying(block):
+                        learned = phase.learn(block, cache, phase.config, seed, report)
+                    done[name] = _block_error(name, *learned)
+                    store.write([*map(asdict, done.values())], result.state_dict())
+                pass_on(
+                    _layers(result, [group]),
+                    _layers(result, phase.groups[number + 1 :]),
                 )
-                cache.held_out = held_out
-                block, seed = _join(result, group), config.seed + 7919 * number
-                report = _block_progress(told, len(done), total, name)
-                with staying(block):
-                    learned = phase.learn(block, cache, phase.config, seed, report)
-                done[name] = _block_error(name, *learned)
-                store.write([*map(asdict, done.values())], result.state_dict())
     told(total * phase.iterations, total * phase.iterations, "reconstructed")
     if held_out and not _is_closer(result, quantized, model, samples[-held_out:]):
         result, done = copy_network(quantized).eval(), _unchanged(done)
-    keep_rates(with_quantization(result, _with_errors(record, done)))
+    keep_budget(with_quantization(result, _with_errors(record, done)))
     return result.train(quantized.training)
 
 
@@ -223,6 +226,14 @@ def _block_error(name: str, before: float, after: float) -> BlockError:
     error = BlockError(name, before, min(before, after), after < before)
     logger.info("block %s: error %.3g -> %.3g", name, before, error.after)
     return error
+
+
+def _layers(
+    network: nn.Module, groups: Sequence[tuple[str, ...]]
+) -> list[QuantizedLayer]:
+    """Return the quantized layers of some groups of blocks."""
+    blocks = [network.get_submodule(name) for group in groups for name in group]
+    return [one for block in blocks for one in quantized_layers(block).values()]
 
 
 def _join(network: nn.Module, group: tuple[str, ...]) -> nn.Module:

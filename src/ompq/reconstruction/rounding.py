@@ -51,7 +51,7 @@ _FEWEST_SAMPLES = 8  # an iteration with fewer is too noisy
 # The price of a bit in entropy-coded layers: the number of its updates, how fast its
 # logarithm grows with the relative excess of bits, and the limit of that logarithm.
 _PRICE_UPDATES, _PRICE_GAIN, _LARGEST_LOG_PRICE = 20, 60.0, 3.0
-_TARGET_FILL = 0.99  # of the bytes allowed; lowering codes at the end costs more
+_TARGET_FILL = 0.995  # of the bytes allowed; lowering codes at the end costs more
 
 
 def learn_rounding(
