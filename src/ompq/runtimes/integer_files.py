@@ -52,13 +52,6 @@ class IntegerGraph(Protocol):
         """Return the bytes of the file, with texts by name."""
 
 
-class IntegerFile(Protocol):
-    """A file that is run: (N, C, H, W) in, outputs out."""
-
-    def run(self, x: Any) -> list[Any]:
-        """Return the outputs as arrays, for floats or signed bytes."""
-
-
 @dataclass(frozen=True)
 class IntegerRuntime:
     """What a runtime of integers is made of."""
@@ -68,7 +61,8 @@ class IntegerRuntime:
     package: str  # on PyPI; the result names its version
     arithmetic: Callable[[Steps], Steps]  # where it differs from the engine's
     graph: type[IntegerGraph]
-    network: Callable[[Path | bytes], Any]  # an IntegerFile and an nn.Module
+    # Runs a file: an nn.Module whose ``run`` returns all outputs as arrays.
+    network: Callable[[Path | bytes], Any]
 
     def write(
         self,

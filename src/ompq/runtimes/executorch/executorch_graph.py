@@ -242,9 +242,8 @@ def _is_pointwise(operator: Operator) -> bool:
 
 
 def _require_operator(step: Step) -> None:
-    """Raise an ExportError if XNNPACK would compute a step with floats."""
-    operator: Operator = step.operator
-    if isinstance(operator, Requantize):
+    """Raise an ExportError if XNNPACK would round a step with floats."""
+    if isinstance(step.operator, Requantize):
         raise ExportError(
             f"{step.name} is rounded to two grids, or clipped after it is rounded, "
             "which ExecuTorch does not compute exactly"
