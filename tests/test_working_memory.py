@@ -112,7 +112,8 @@ STEM = """
     samples = torch.randn(256, 3, 64, 64)
     start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with ompq.host_memory("256MiB"):
-        quantized = ompq.quantize(model, {"*": 4}, samples)
+        plan = ompq.plan(model, samples[:64], "60%")
+        quantized = ompq.quantize(model, plan, samples)
         learning = ompq.ReconstructConfig(rounding=ompq.RoundingConfig(iterations=2))
         ompq.reconstruct(quantized, model, samples, learning)
     print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start) >> 10)

@@ -38,7 +38,7 @@ FINALIZING, EVALUATING, WRITING = (
 )
 _PLAN_SAMPLES = 64
 _TIMED_SAMPLES, _LONGEST = 16, 1.0  # run for timing; seconds for one, to time fewer
-_BATCH = 64  # of forward passes of evaluation
+_BATCH = 16  # samples in a forward pass of evaluation
 
 
 @dataclass(frozen=True)
@@ -273,8 +273,9 @@ class _Run(NamedTuple):
         timed, count = self.timed, min(_PLAN_SAMPLES, self.samples)
         units = len(timed.graph) * (35_000 if self.coded else 4_000) * timed.call
         search = 200 * timed.weights * timed.element
-        memory = 4 * (16 * timed.kept + 4 * timed.weights)
-        return self._pass(count, 4) + search + units, memory
+        read = 8 * count * timed.kept * timed.element
+        memory = 4 * (min(timed.batch, 8) * timed.kept + 4 * timed.weights)
+        return self._pass(count, 3.7) + read + search + units, memory
 
     def calibrating(self) -> tuple[float, float]:
         """A pass that fills histograms, and one with gradients on few samples."""
@@ -325,7 +326,7 @@ class _Run(NamedTuple):
             step = 5 * size * share * timed.forward + 60 * weights * timed.element
             seconds += count * (step + (100 + 100 * len(units)) * timed.call)
             most = max(most, 4 * 3 * self.samples * outputs)
-        seconds += self._pass(self.samples, 6)
+        seconds += self._pass(self.samples, 20)
         return seconds, min(most, working_bytes() * 0.75) + 4 * 4 * timed.weights
 
     def finalizing(self) -> tuple[float, float]:
@@ -337,7 +338,7 @@ class _Run(NamedTuple):
     def evaluating(self, count: int) -> tuple[float, float]:
         """Two networks on the samples, one of which rounds."""
         batch = min(count, _BATCH)
-        return self._pass(count, 3), 4 * (
+        return self._pass(count, 4.3), 4 * (
             3 * batch * self._largest + 3 * self.timed.weights
         )
 

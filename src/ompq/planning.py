@@ -45,6 +45,7 @@ from ompq.scores.catalogue import score_name, score_table, with_orm_settings
 from ompq.scores.computation import Score, ScoreInputs
 from ompq.scores.orthogonality import function_units
 from ompq.targets import Target, load_target
+from ompq.working_memory import release
 
 _LOG = logging.getLogger(__name__)
 _SCORING = "scoring the choices"
@@ -109,6 +110,7 @@ def plan(
     _LOG.info("the network returns %s; output= says otherwise", given.outputs)
     score = _score(given, config)
     scores = score_table(score, given, cache).as_saved()
+    release()  # what passes with gradients took
     _check_damage(scores, problem.allowed, score)
     report(2, 3, "solving for the budget")
     problem = replace(problem, damage=scores.damage)

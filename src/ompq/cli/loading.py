@@ -23,6 +23,8 @@ from ompq.user_functions import is_user_function, user_function
 from ompq.workflow import PLAN_SAMPLES, paper_samples
 from ompq.working_memory import host_memory
 
+_HOST_BATCH = 16  # samples in a forward pass of evaluation on a CPU, for their memory
+
 
 def load_network(options: NetworkOptions, console: Console) -> NamedModel:
     """Load the network onto its device."""
@@ -73,7 +75,9 @@ def labelled_batches(
     """Return labelled batches from another source, or None if there is none."""
     if source is None:
         return None
-    return find_data(replace(options, data=source), model, "test").batches(limit=limit)
+    data = find_data(replace(options, data=source), model, "test")
+    on_host = model_device(model.module).type == "cpu"
+    return data.batches(batch_size=_HOST_BATCH if on_host else 64, limit=limit)
 
 
 def read_samples(data: Data, count: int, console: Console) -> Samples:

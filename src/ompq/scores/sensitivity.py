@@ -33,6 +33,7 @@ from ompq.samples import (
     batch_length,
     cudnn_kernels,
     evaluating,
+    fitting_batch,
     model_device,
     to_device,
 )
@@ -273,7 +274,9 @@ def _batch_size(given: ScoreInputs, samples: int) -> int:
     if model_device(given.model).type == "cuda":
         return samples
     macs = sum(unit.macs for unit in given.graph.units)
-    return max(_CPU_BATCH, _CPU_MACS // max(macs, 1))
+    size = max(_CPU_BATCH, _CPU_MACS // max(macs, 1))
+    # A backward pass keeps all outputs, so large ones leave room for fewer samples.
+    return max(fitting_batch(given.model, given.samples, 2 * size) // 2, 1)
 
 
 @contextmanager
