@@ -9,12 +9,13 @@ import pytest
 
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import ExportError, MissingExtraError
-from ompq.optional_libraries import optional_library
 from ompq.runtimes import benchmark as timing
 from ompq.runtimes.benchmark import (
+    Contestant,
     Input,
     inputs_of,
     installed_runtimes,
+    library_of,
     peak_memory,
     runner,
     time_files,
@@ -22,11 +23,11 @@ from ompq.runtimes.benchmark import (
 from ompq.runtimes.file_metadata import FileMetadata
 from ompq.runtimes.inspection import (
     load_exported,
-    network_name,
     without_gain,
 )
 from ompq.runtimes.onnx.onnx_files import export_onnx
 from ompq.runtimes.onnx.traced_graph import float_model
+from ompq.runtimes.runnable_files import open_runnable
 from quantized import quantized
 
 pytest.importorskip("onnxruntime")
@@ -50,10 +51,14 @@ def files(tmp_path_factory):
     return {"float": folder / "float.onnx", "quantized": path}
 
 
+def contestants(files):
+    return [Contestant(name, path) for name, path in files.items()]
+
+
 def test_runs_take_turns_and_medians_are_taken(files, monkeypatch):
     order, clock = [], iter(range(1000))
 
-    def fake(path, _shape, _threads, _runtime):
+    def fake(path, _inputs, _threads, _runtime):
         return lambda: order.append(path.name)
 
     monkeypatch.setattr(timing, "runner", fake)
@@ -61,7 +66,7 @@ def test_runs_take_turns_and_medians_are_taken(files, monkeypatch):
     monkeypatch.setattr(timing, "load_seconds", lambda *_: 0.5)
     memory = timing.MemoryUse(1, 2)
     monkeypatch.setattr(timing, "peak_memory", lambda *_: memory)
-    first, second = time_files(files, IMAGE, repeats=5)
+    first, second = time_files(contestants(files), repeats=5)
     assert order == ["float.onnx", "net.onnx"] * 8
     # Warming up takes ticks 0 to 5; ticks 2n and 2n + 1 are 4n + 1 seconds apart.
     spans = [4 * n + 1 for n in range(3, 13)]
@@ -76,7 +81,7 @@ def test_runs_take_turns_and_medians_are_taken(files, monkeypatch):
 
 
 def test_files_are_measured(files):
-    found = time_files(files, [Input((2, 3, 8, 8))], repeats=3)
+    found = time_files(contestants(files), batch=2, repeats=3)
     assert [one.name for one in found] == ["float", "quantized"]
     for one in found:
         assert one.runtime.startswith("onnxruntime ")
@@ -93,13 +98,13 @@ def test_memory_is_that_of_the_file_alone(files):
 def test_what_cannot_be_measured_is_told(files, tmp_path, monkeypatch):
     assert "onnxruntime" in installed_runtimes()
     with pytest.raises(ValueError, match="repeats=0 must be at least 1"):
-        time_files(files, IMAGE, repeats=0)
+        time_files(contestants(files), repeats=0)
     (tmp_path / "broken.onnx").write_bytes(b"\xff nothing")
     with pytest.raises(ExportError, match="onnxruntime cannot load .*broken.onnx: "):
         runner(tmp_path / "broken.onnx", IMAGE)
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(MissingExtraError, match="openvino is not installed"):
-        optional_library("openvino", "openvino")
+        library_of("openvino")
 
 
 def test_what_gains_nothing_is_told(files, tmp_path):
@@ -110,12 +115,11 @@ def test_what_gains_nothing_is_told(files, tmp_path):
     seven = quantized(seeded(TinyMobileNet()), images(8), weight=8, activation=7)
     export_onnx(seven, tmp_path / "seven.onnx", images(4), engine_images=1)
     assert "Clip" in " ".join(without_gain(tmp_path / "seven.onnx"))
-    assert network_name(files["quantized"]) == "net.py:make"
+    assert open_runnable(files["quantized"])[1].network == "net.py:make"
     assert inputs_of(files["quantized"], 5) == [Input((5, 3, 8, 8))]
     network = quantized(seeded(TinyResNet()), images(8), weight=8, activation=32)
     export_onnx(network, tmp_path / "net.onnx", images(4))
     assert "smaller and not faster" in without_gain(tmp_path / "net.onnx")[0]
-    assert network_name(tmp_path / "net.onnx") == ""
 
 
 def test_an_input_of_no_known_type_is_told(files, tmp_path):
@@ -134,7 +138,7 @@ def test_what_openvino_refuses_is_told_in_one_line(monkeypatch, tmp_path):
             raise RuntimeError(f"no such operator in {path}\nand a long trace")
 
     library = SimpleNamespace(Core=Core)
-    monkeypatch.setattr(timing, "optional_library", lambda *_: library)
+    monkeypatch.setattr(timing, "library_of", lambda _: library)
     path = tmp_path / "net.onnx"
     with pytest.raises(ExportError, match="openvino cannot load .* no such operator"):
         timing.runner(path, IMAGE, 2, "openvino")
@@ -166,7 +170,7 @@ def test_openvino_runs_what_it_has_compiled(monkeypatch):
             return lambda images: [image.shape for image in images]
 
     library = SimpleNamespace(Core=Core)
-    monkeypatch.setattr(timing, "optional_library", lambda *_: library)
+    monkeypatch.setattr(timing, "library_of", lambda _: library)
     assert timing.runner("net.onnx", IMAGE, 1, "openvino")() == [(1, 3, 8, 8)]
 
 

@@ -1,21 +1,18 @@
-"""export, bench and inspect, run as the program runs them."""
+"""export and inspect, run as the program runs them."""
 
 import shutil
 
 import pytest
-import torch
 
 import ompq
 from cli_tools import network_file, run, run_json
 from nets import TinyMobileNet, images, seeded
 from ompq.amounts import in_bytes
-from ompq.cli.file_commands import bench_view
-from ompq.errors import ExportError, ModelError
+from ompq.errors import ModelError
 from ompq.packed.account import inspect_file
 from ompq.packed.packed_files import load, save
 from ompq.planning import plan as make_plan
 from ompq.quantization.pipeline import quantize
-from ompq.runtimes.benchmark import MemoryUse, Timing, installed_runtimes, time_files
 from ompq.runtimes.onnx.onnx_files import export_onnx
 from ompq.user_functions import call_user_function
 from packing_tools import coded
@@ -96,100 +93,6 @@ def test_a_damaged_result_is_named(out, tmp_path, text):
     found = run("export", folder, "-o", tmp_path / "net.onnx")
     assert found.exit_code == 2
     assert "result.json is damaged: " in found.stderr.replace("\n", " ")
-
-
-@pytest.fixture
-def one_runtime(monkeypatch):
-    """Only ONNX Runtime: OpenVINO beside all that tests load may end the process."""
-    names = ("onnxruntime",)
-    monkeypatch.setattr("ompq.cli.file_commands.installed_runtimes", lambda: names)
-
-
-@pytest.mark.usefixtures("one_runtime")
-def test_bench_shows_both_networks_and_what_gains_nothing(onnx_file):
-    path = onnx_file[0]
-    result = run("bench", path, "--repeats", "2", env={"COLUMNS": "120"})
-    assert result.exit_code == 0, result.output
-    rows = [line.split() for line in result.stdout.splitlines()]
-    named = [row[2] for row in rows if row[:1] == ["onnxruntime"]]
-    assert named == ["float", "quantized"]
-    assert "no faster" in result.stdout
-    assert "they save size, not time" in result.stdout
-    narrow = run("bench", path, "--repeats", "1", env={"COLUMNS": "60"}).stdout
-    title, _, *rows = narrow.partition("\n\n")[0].splitlines()
-    assert title.split()[:4] == ["runtime", "network", "ms", "speed-up"]
-    assert "…" not in narrow and max(map(len, rows)) <= 60
-
-
-def test_bench_takes_a_float_file_and_gives_json(onnx_file):
-    path = str(onnx_file[0])
-    rows = run_json("bench", path, "--float", path, "--repeats", "2")["rows"]
-    assert [row["name"] for row in rows] == ["float", "quantized"] * len(
-        installed_runtimes()
-    )
-    assert {row["file_bytes"] for row in rows} == {onnx_file[0].stat().st_size}
-
-
-TOKENS_AND_FACTS = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.head = nn.Embedding(9, 8), nn.Linear(12, 5)
-
-    def forward(self, ids, facts):
-        return self.head(torch.cat([self.words(ids).mean(1), facts], 1))
-"""
-
-
-@pytest.mark.usefixtures("one_runtime")
-@pytest.mark.parametrize("keys", [("ids", "facts"), None])
-def test_bench_gives_a_network_the_inputs_that_its_file_takes(keys, tmp_path):
-    (tmp_path / "net.py").write_text(TOKENS_AND_FACTS)
-    name = f"{tmp_path / 'net.py'}:Net"
-    inputs = (torch.arange(64).reshape(8, 8) % 9, torch.randn(8, 4))
-    samples = dict(zip(keys, inputs, strict=True)) if keys else inputs
-    network = quantize(ompq.load_model(name, "none").module, {"*": 8}, samples)
-    export_onnx(network, tmp_path / "net.onnx", samples, network=name)
-    data = run_json("bench", tmp_path / "net.onnx", "--repeats", "1", "--batch", "3")
-    assert [row["name"] for row in data["rows"]] == ["float", "quantized"]
-
-
-@pytest.mark.usefixtures("one_runtime")
-def test_bench_can_say_it_in_a_line(onnx_file):
-    path = onnx_file[0]
-    quiet = run("bench", path, "--float", path, "--repeats", "1", "--quiet").stdout
-    assert "times as fast as float" in quiet
-
-
-def test_a_runtime_that_fails_does_not_lose_the_others(onnx_file, monkeypatch):
-    def failing(files, shape, *, runtime, **settings):
-        if runtime == "openvino":
-            raise ExportError("openvino cannot load net.onnx: no such operator")
-        return time_files(files, shape, runtime=runtime, **settings)
-
-    monkeypatch.setattr("ompq.cli.file_commands.time_files", failing)
-    both = ("openvino", "onnxruntime")
-    monkeypatch.setattr("ompq.cli.file_commands.installed_runtimes", lambda: both)
-    words = ("bench", onnx_file[0], "--float", onnx_file[0], "--repeats", "1")
-    data = run_json(*words)
-    assert [row["name"] for row in data["rows"]] == ["float", "quantized"]
-    assert "not timed: openvino cannot load net.onnx: no such" in str(data)
-    monkeypatch.setattr("ompq.cli.file_commands.installed_runtimes", lambda: both[:1])
-    alone = run(*words)
-    assert alone.exit_code == 2
-    assert "error: openvino cannot load net.onnx" in alone.stderr
-
-
-def test_files_without_a_name_need_one(out, tmp_path, monkeypatch):
-    monkeypatch.setattr("ompq.cli.file_commands.network_name", lambda _path: "")
-    path = tmp_path / "net.onnx"
-    assert run("export", out, "-o", path).exit_code == 0
-    result = run("bench", path)
-    assert result.exit_code == 2
-    assert "does not name its network; give --float NETWORK" in result.stderr
 
 
 def test_a_packed_file_without_a_network_s_name_asks_for_it(out, tmp_path):
@@ -325,11 +228,6 @@ def test_files_that_are_not_there_are_named_once(tmp_path):
     missing = run("inspect", tmp_path / "net.onnx")
     assert missing.exit_code == 2
     assert missing.stderr == f"error: {tmp_path / 'net.onnx'}: there is no such file\n"
-    bench = run("bench", tmp_path)
-    assert bench.exit_code == 2
-    assert bench.stderr == (
-        f"error: {tmp_path} has no network.onnx; run ompq export {tmp_path} first\n"
-    )
 
 
 def test_without_a_name_the_file_goes_into_the_run_s_folder(out, onnx_file, tmp_path):
@@ -341,23 +239,9 @@ def test_without_a_name_the_file_goes_into_the_run_s_folder(out, onnx_file, tmp_
     shutil.copyfile(out / "network.ompq.safetensors", beside)
     assert run("export", beside, "--samples", "8").exit_code == 0
     assert (tmp_path / "my.onnx").exists()
-    timed = run("bench", folder, "--float", folder / "network.onnx", "--repeats", "1")
-    assert timed.exit_code == 0, timed.output
     copied = run("export", out, "--format", "packed")
     assert copied.exit_code == 2
     assert "copies a file: give -o FILE" in copied.stderr
-
-
-def test_bench_of_another_file_says_what_to_do(out, tmp_path):
-    result = run("bench", out / "plan.json")
-    assert result.exit_code == 2
-    assert result.stderr == (
-        f"error: {out / 'plan.json'} is not an ONNX file; "
-        "run ompq export first and give its output\n"
-    )
-    missing = run("bench", tmp_path)
-    assert missing.exit_code == 2
-    assert "network.onnx" in missing.stderr and missing.stderr.count("\n") == 1
 
 
 def test_runs_and_exports_keep_to_a_budget_for_the_onnx_file(tmp_path):
@@ -377,17 +261,3 @@ def test_runs_and_exports_keep_to_a_budget_for_the_onnx_file(tmp_path):
     assert late.exit_code == 2
     assert f"more than the budget of {ompq.Budget.of(budget)}" in late.stderr
     assert not (tmp_path / "net.onnx").exists()
-
-
-def test_speed_ups_that_contradict_the_times_are_explained():
-    memory = MemoryUse(0, 0)
-    float_, own = (
-        Timing(name, "onnxruntime", ms, ratio, 0.1, memory)
-        for name, ms, ratio in (("float", 2.0, 1.0), ("quantized", 2.1, 1.8))
-    )
-    sizes = {"float": 1, "quantized": 1}
-    said = bench_view([float_, own], sizes, []).body
-    assert any("medians of the ratios of paired runs" in str(one) for one in said)
-    agreeing = Timing("quantized", "onnxruntime", 1.0, 2.0, 0.1, memory)
-    quiet = bench_view([float_, agreeing], sizes, []).body
-    assert not any("medians" in str(one) for one in quiet)

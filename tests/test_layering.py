@@ -69,7 +69,8 @@ ORDER = {
     "onnx.onnx_graph onnx.traced_graph verification export_result output_grids "
     "xnnpack_kernels integer_files litert.litert_kernels litert.litert_graph "
     "litert.litert_network executorch.executorch_graph executorch.executorch_network "
-    "coreml.coreml_files onnx.onnx_network runnable_files onnx.onnx_files "
+    "coreml.coreml_files onnx.onnx_network onnx.openvino_network runnable_files "
+    "onnx.onnx_files "
     "onnx.onnx_sizes gguf.gguf_blocks gguf.gguf_metadata gguf.gguf_tensors "
     "gguf.llama_runtime gguf.gguf_files gguf.gguf_sizes compressed_checkpoints "
     "exporter",
@@ -82,8 +83,8 @@ ORDER = {
     "report": "page_charts heat_maps explorer figures histograms page",
     "workflow": "",
     "cli": "console options option_groups command_registry views loading file_commands "
-    "plan_commands demo freed_memory run_files network_commands saved_plan_commands "
-    "commands main",
+    "bench_command plan_commands demo freed_memory run_files network_commands "
+    "saved_plan_commands commands main",
     "__main__": "",
     "lab": "weight_rules.dorefa weight_rules.fracbits weight_rules.lq_nets "
     "weight_rules.outliers more_scores.blend more_scores.block_loss "

@@ -24,6 +24,7 @@ from ompq.allocation.explanation import Explanation, explain
 from ompq.allocation.infeasibility import halfway
 from ompq.allocation.problem import Allocation, Problem
 from ompq.amounts import digits, in_bytes
+from ompq.bit_widths import FLOAT_BITS
 from ompq.budgets import Budget
 from ompq.configs import Accounting, LatencyTable, parse_output
 from ompq.cost_tables import Cost
@@ -65,6 +66,7 @@ _MEDIUM = {
     "bit_ops": ("bit_ops", 1),
     "milliseconds": ("latency_ms", 1),
 }
+_FLOAT_INPUTS = "inputs are float, so runtimes compute in float (GGUF apart)"
 _ADVICE = "Give a file that ompq plan or Plan.save wrote"
 
 
@@ -176,11 +178,22 @@ class Plan:
 
     @property
     def no_speed_up(self) -> tuple[Skipped, ...]:
-        """The units that get no faster on the target with their bits, with reasons."""
+        """The units that get no faster with their bits, with reasons.
+
+        Without a target these are the ones with float inputs.
+        """
         target, bits = self.target, self.allocation
         if target is None:
-            return ()
-        reasons = ((u, target.no_speed_up(u, bits[u.name])) for u in self.graph.units)
+            reasons = [
+                (unit, _FLOAT_INPUTS * (bits[unit.name].activation >= FLOAT_BITS))
+                for unit in self.graph.units
+                if bits[unit.name].weight < FLOAT_BITS
+            ]
+        else:
+            reasons = [
+                (unit, target.no_speed_up(unit, bits[unit.name]))
+                for unit in self.graph.units
+            ]
         return tuple(Skipped(unit.name, why) for unit, why in reasons if why)
 
     @property

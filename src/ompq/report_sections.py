@@ -141,6 +141,23 @@ class AgreementSection:
     note: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RuntimeSection:
+    """An exported file, or the float network, in a runtime."""
+
+    name: str
+    runtime: str  # for example ``onnxruntime 1.31.1``
+    bytes: int  # of the file
+    load_seconds: float
+    memory_bytes: int  # that loading and running takes
+    milliseconds: Mapping[str, float]  # of a run, by samples per run
+    speed_up: Mapping[str, float]  # against float in ONNX Runtime, likewise
+    agreement: float | None = None  # fraction of inputs with the same answer
+    divergence: float | None = None
+    top1: float | None = None  # if there were labels
+    count: int = 0  # inputs that were compared
+
+
 @dataclass(frozen=True)
 class Remark:
     """A remark about a layer or an operation."""
@@ -158,7 +175,12 @@ class Versions:
 
 _Audited: TypeAlias = AuditedBits | AuditedRanks
 _Measured: TypeAlias = (
-    Accuracy | BlockErrorSection | Histogram | _Audited | AgreementSection
+    Accuracy
+    | BlockErrorSection
+    | Histogram
+    | _Audited
+    | AgreementSection
+    | RuntimeSection
 )
 Section: TypeAlias = _Measured | LayerEffect | StageTime | Remark | Versions
 

@@ -60,7 +60,6 @@ from ompq.report.histograms import layer_histograms
 from ompq.report.page import write_report
 from ompq.report_sections import (
     Accuracy,
-    AgreementSection,
     BlockErrorSection as BlockSection,
     Histogram,
     LayerEffect,
@@ -475,22 +474,23 @@ class Outcome:
         write_report(path, self.plan, results=sections, title=title, progress=progress)
 
 
-def add_agreement(folder: Path, agreement: AgreementSection) -> bool:
-    """Add the verification of an exported file to a run's result and report.
+def add_sections(folder: Path, new: Sequence[Section]) -> bool:
+    """Add what was measured of exported files to a run's result and report.
 
-    It replaces that of an earlier file of this name. Returns whether the folder holds a
-    whole run.
+    It replaces what was measured of a file of this name before. Returns whether the
+    folder holds a whole run.
     """
     result, report = folder / RESULT, folder / REPORT
     if not (result.exists() and report.exists() and (folder / PLAN).exists()):
         return False
     data = convert_json(read_json(result), dict[str, Any], "a result")
+    replaced = {(type(one), getattr(one, "name", "")) for one in new}
     kept = [
         one
         for one in sections_from_json(data["sections"])
-        if not (isinstance(one, AgreementSection) and one.name == agreement.name)
+        if (type(one), getattr(one, "name", "")) not in replaced
     ]
-    sections = [*kept, agreement]
+    sections = [*kept, *new]
     write_result(result, {**data, "sections": sections_to_json(sections)})
     plan, title = Plan.load(folder / PLAN), str(data.get("network", ""))
     write_report(report, plan, results=sections, title=title)

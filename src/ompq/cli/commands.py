@@ -381,24 +381,27 @@ def inspect(
     """
 
 
-@command("Inspect", "ompq.cli.file_commands:run_bench")
+@command("Inspect", "ompq.cli.bench_command:run_bench")
 def bench(
     source: Annotated[
         Path,
-        argument("FILE", "An ONNX file of ompq export, or the folder that holds it."),
+        argument("FILE", "A file of ompq export, or the folder of a run."),
     ],
     options: BenchOptions,
     console: Console,
 ) -> View:
-    """Time an exported network against the float one, on this machine's CPU.
+    """Run exported files in every runtime of this machine, next to the float network.
 
     Examples:
+      ompq bench out/ --data imagenet/val
       ompq bench net.onnx
       ompq bench net.onnx --float torchvision:resnet18 --threads 4
       ompq bench net.onnx --float float.onnx --repeats 200 --json
 
-    The networks run alternately, in pairs. Milliseconds are medians of the runs, and
-    the speed-up is the median of the ratios of the pairs, which other work on the
-    machine disturbs less. Memory is measured in a separate process. Times are reliable
-    only on an idle machine. OpenVINO is timed, too, if it is installed.
+    Shows the bytes of each file, what it takes to load, memory (of a process of its
+    own), and time for 1 and 32 samples. Networks run in turn, and the speed-up is the
+    median ratio to the float network in ONNX Runtime, which other work on the machine
+    disturbs less than milliseconds. "same" compares answers with PyTorch, in a run's
+    folder, else with the file in its own runtime; --data also measures accuracy. A
+    run's report gets the table. OpenVINO and LiteRT are used if they are installed.
     """

@@ -1,39 +1,34 @@
-"""export, inspect and bench: commands for the files of a quantized network."""
+"""export and inspect: commands for the files of a quantized network."""
 
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 from ompq.amounts import in_bytes
 from ompq.cli.console import Column, Console, Shown, View, facts, mute_warnings
 from ompq.cli.loading import read_samples
-from ompq.cli.option_groups import BenchOptions, ExportOptions, shape_of
-from ompq.cli.options import check_threads, check_writable
+from ompq.cli.option_groups import ExportOptions, shape_of
+from ompq.cli.options import check_writable
 from ompq.configs import ExportConfig
 from ompq.datasets.named_data import load_data
-from ompq.errors import DataError, ExportError, ModelError, PackedFileError
+from ompq.errors import DataError, ModelError, PackedFileError
 from ompq.files import ONNX, PACKED, RESULT, replacing
-from ompq.integer.lowering import input_names
 from ompq.models.named_models import NamedModel, load_model
 from ompq.packed.account import Account, inspect_file
 from ompq.packed.format import read_contents
 from ompq.packed.packed_files import add_onnx, load
 from ompq.report_sections import AgreementSection
-from ompq.runtimes.benchmark import Timing, inputs_of, installed_runtimes, time_files
 from ompq.runtimes.export_result import ExportResult
 from ompq.runtimes.exporter import export as write_for_runtime
-from ompq.runtimes.inspection import inspect_onnx, network_name, without_gain
-from ompq.runtimes.onnx.traced_graph import float_model
-from ompq.samples import Batch, Samples
+from ompq.runtimes.inspection import inspect_onnx
+from ompq.samples import Samples
 from ompq.untrusted_json import convert_json, read_json
-from ompq.workflow import add_agreement
+from ompq.workflow import add_sections
 
 
 def run_export(source: Path, options: ExportOptions, console: Console) -> View:
@@ -81,7 +76,7 @@ def run_export(source: Path, options: ExportOptions, console: Console) -> View:
             about["graph_bytes"] = add_onnx(packed, onnx, file)
             about["packed_bytes"] = file.stat().st_size
     if source.is_dir():
-        about["reported"] = add_agreement(source, _agreement(file, result))
+        about["reported"] = add_sections(source, [_agreement(file, result)])
     return export_view(replace(result, path=file), about)
 
 
@@ -232,107 +227,6 @@ def _unit_columns(account: Account) -> list[Column]:
         ]
         columns.insert(3, Column("coded", rates, rank=2))
     return columns
-
-
-def run_bench(source: Path, options: BenchOptions, console: Console) -> View:
-    """Time an exported network against the float one, on this machine's CPU."""
-    check_threads(options.threads)
-    file = source / ONNX if source.is_dir() else source
-    if file != source and not file.exists():
-        raise ExportError(f"{source} has no {ONNX}; run ompq export {source} first")
-    if file.suffix != ".onnx":
-        raise ExportError(
-            f"{file} is not an ONNX file; run ompq export first and give its output"
-        )
-    with TemporaryDirectory() as work:
-        remarks = without_gain(file)
-        inputs = inputs_of(file, options.batch)
-        with console.stage("writing the float network"), mute_warnings():
-            floats = _float(file, options.reference, Path(work))
-        timings: list[Timing] = []
-        failed: list[str] = []
-        for runtime in installed_runtimes():
-            try:
-                with console.stage(f"timing {runtime}"):
-                    timings += time_files(
-                        {"float": floats, "quantized": file},
-                        inputs,
-                        repeats=options.repeats,
-                        threads=options.threads,
-                        runtime=runtime,
-                    )
-            except ExportError as error:  # the other runtimes are still timed
-                failed.append(str(error))
-        if not timings:
-            raise ExportError("; ".join(failed))
-        remarks += [f"not timed: {reason}" for reason in failed]
-        sizes = {"float": floats.stat().st_size, "quantized": file.stat().st_size}
-        return bench_view(timings, sizes, remarks)
-
-
-def _float(file: Path, reference: str | None, work: Path) -> Path:
-    name = reference or network_name(file)
-    if not name:
-        raise ModelError(
-            f"{file} does not name its network; give --float NETWORK, or an ONNX file"
-        )
-    if name.endswith(".onnx"):
-        return Path(name)
-    model = load_model(name, "none").module  # the time does not depend on the weights
-    named = {one.name: torch.from_numpy(one.made()) for one in inputs_of(file, 2)}
-    values = tuple(named.values())
-    batch: Batch = values if len(values) > 1 else values[0]
-    if list(named) != input_names(values):  # the names are the keys of a dict
-        batch = named
-    path = work / "float.onnx"
-    path.write_bytes(float_model(model, batch).SerializeToString())
-    return path
-
-
-def bench_view(
-    timings: Sequence[Timing], sizes: Mapping[str, int], remarks: Sequence[str]
-) -> View:
-    """Return the speed of the files, and the layers that gain little or no time."""
-    memory = [in_bytes(one.memory.peak - one.memory.start) for one in timings]
-    columns = [
-        Column("runtime", [one.runtime for one in timings], "left"),
-        Column("network", [one.name for one in timings], "left"),
-        Column("ms", [f"{one.milliseconds:.2f}" for one in timings]),
-        Column("speed-up", [f"{one.ratio:.2f} ×" for one in timings]),
-        Column("load, s", [f"{one.load_seconds:.3f}" for one in timings], rank=2),
-        Column("file", [in_bytes(sizes[one.name]) for one in timings], rank=3),
-        Column("memory", memory, rank=1),
-    ]
-    slow = facts([("no faster", remarks)])
-    below: list[Shown] = ["", slow] if remarks else []
-    if _differ(timings):
-        below = [
-            "",
-            "ms are medians of all runs; speed-ups are medians of the ratios of paired "
-            "runs. They differ here, so the machine was busy: trust the speed-ups.",
-            *below,
-        ]
-    rows = [{**one.to_json(), "file_bytes": sizes[one.name]} for one in timings]
-    line = "\n".join(
-        f"{one.runtime}, {one.name}: {one.milliseconds:.3g} ms, "
-        f"{one.ratio:.2f} times as fast as float"
-        for one in timings
-    )
-    data = {"rows": rows, "without_gain": remarks}
-    return View(data, line, [columns, *below])
-
-
-def _differ(timings: Sequence[Timing]) -> bool:
-    """Return whether a ratio of medians is far from the median of ratios."""
-    floats = {one.runtime: one.milliseconds for one in timings if one.name == "float"}
-    ratios = [
-        floats.get(one.runtime, one.milliseconds) / one.milliseconds / one.ratio
-        for one in timings
-    ]
-    return any(not 1 / _SAME < ratio < _SAME for ratio in ratios)
-
-
-_SAME = 1.05  # largest factor between two speed-ups that look the same
 
 
 def _budget_rows(budget: str | None) -> list[tuple[str, str]]:

@@ -739,4 +739,8 @@ class BenchOptions:
     )
     threads: int = number("Threads per run.", default=1)
     repeats: int = number("Timed runs of each network, in turn.", default=50)
-    batch: int = number("Samples per run.", default=1)
+    batch: int | None = number("Samples per run. Default: 1, then 32.")
+    data: str | None = option(
+        "SOURCE", "Labelled data to measure accuracy on. Default: noise, unlabelled."
+    )
+    limit: int | None = number(LIMIT_HELP)

@@ -210,8 +210,7 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("latency", f"{sums['milliseconds']:.3g} ms"))
     if plan.target is not None:
         rows.append(("target", plan.target.name))
-        rows += [("no faster", text) for text in reasons(plan.no_speed_up)]
-    return rows
+    return rows + [("no faster", text) for text in reasons(plan.no_speed_up)]
 
 
 def used(plan: Plan) -> list[str]:

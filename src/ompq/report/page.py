@@ -38,6 +38,7 @@ from ompq.report_sections import (
     Histogram,
     LayerEffect,
     Remark,
+    RuntimeSection,
     Section,
     StageTime,
     Versions,
@@ -300,6 +301,7 @@ def _results(results: Sequence[Section]) -> dict[str, Any]:
         "times": times,
         "total_time": sum(stage.seconds for stage in times),
         "agreements": _of(results, AgreementSection),
+        "runs": _of(results, RuntimeSection),
         "remarks": [
             Remark(one.name, without_folders(one.text)) for one in _of(results, Remark)
         ],

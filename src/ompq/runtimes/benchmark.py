@@ -3,9 +3,10 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -16,7 +17,7 @@ import numpy as np
 
 from ompq.errors import ExportError, check_counts
 from ompq.optional_libraries import optional_library
-from ompq.runtimes.inspection import load_exported, text_tokens
+from ompq.runtimes.inspection import load_onnx, text_tokens
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ def inputs_of(path: str | Path, batch: int = 1) -> list[Input]:
     """Return the inputs of a file, for a batch of this size."""
     from onnx.helper import tensor_dtype_to_np_dtype
 
-    found, model = [], load_exported(Path(path))
+    if Path(path).suffix == ".tflite":
+        return _litert_inputs(path, batch)
+    found, model = [], load_onnx(Path(path))
     for one in model.graph.input:
         kind = one.type.tensor_type
         sizes = [
@@ -56,17 +59,29 @@ def inputs_of(path: str | Path, batch: int = 1) -> list[Input]:
     return found
 
 
-_EXTRAS = {"onnxruntime": "onnx", "openvino": "openvino"}
-RUNTIMES = tuple(_EXTRAS)
+@dataclass(frozen=True)
+class Runtime:
+    """A library that runs files."""
+
+    module: str  # what is imported
+    extra: str  # of ompq, which installs it
+    suffix: str  # of the files that it runs
+
+
+RUNTIMES = {
+    "onnxruntime": Runtime("onnxruntime", "onnx", ".onnx"),
+    "openvino": Runtime("openvino", "openvino", ".onnx"),
+    "litert": Runtime("ai_edge_litert", "litert", ".tflite"),
+}
 _WARM_UP = 3  # runs that are not timed: they fill caches
 _LOADS = 3  # of a file; the median counts
 
 # Run in a process of its own; prints the memory with the runtime alone, and the peak.
 _WEIGH = """
 import json, sys
-from ompq.runtimes.benchmark import Input, most_memory, runner
+from ompq.runtimes.benchmark import Input, library_of, most_memory, runner
 path, threads, runtime, given = sys.argv[1:]
-__import__(runtime)
+library_of(runtime)
 start = most_memory()
 inputs = [Input(**one) for one in json.loads(given)]
 run = runner(path, inputs, int(threads), runtime)
@@ -85,13 +100,23 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
+class Contestant:
+    """A file in a runtime."""
+
+    name: str
+    path: Path
+    runtime: str = "onnxruntime"
+
+
+@dataclass(frozen=True)
 class Timing:
     """Time and memory of a file in a runtime."""
 
-    name: str  # one of the names passed to :func:`time_files`
+    name: str
     runtime: str  # for example ``onnxruntime 1.31.1``
+    batch: int  # samples per run
     milliseconds: float  # median of a run
-    ratio: float  # median, run by run, of the first file's time to this one's
+    ratio: float  # median, run by run, of the first contestant's time to this one's
     load_seconds: float  # median of a load
     memory: MemoryUse  # of a process of its own
 
@@ -102,47 +127,61 @@ class Timing:
 
 def installed_runtimes() -> tuple[str, ...]:
     """Return the runtimes that are installed."""
-    return tuple(name for name in RUNTIMES if find_spec(name) is not None)
+    return tuple(name for name, one in RUNTIMES.items() if find_spec(one.module))
+
+
+def library_of(runtime: str, part: str = "") -> Any:
+    """Import a runtime, or a part of it."""
+    one = RUNTIMES[runtime]
+    return optional_library(one.module + part, one.extra)
 
 
 def time_files(
-    files: Mapping[str, Path],
-    inputs: Sequence[Input],
+    contestants: Sequence[Contestant],
     *,
+    batch: int = 1,
     repeats: int = 50,
     threads: int = 1,
-    runtime: str = "onnxruntime",
 ) -> list[Timing]:
-    """Measure several ONNX files, by name; the first is the reference.
+    """Measure several files of one network; the first is the reference.
 
-    All take the same inputs. Runs alternate, so that a slow moment affects all alike.
+    Runs alternate, so that a slow moment affects all alike.
 
     Raises:
-        MissingExtraError: The runtime is not installed.
+        MissingExtraError: A runtime is not installed.
         ExportError: It cannot run a file.
     """
-    check_counts(repeats=repeats, threads=threads)
-    version = optional_library(runtime, _EXTRAS[runtime]).__version__
-    runs = {name: runner(f, inputs, threads, runtime) for name, f in files.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    check_counts(batch=batch, repeats=repeats, threads=threads)
+    given = [(one.path, inputs_of(one.path, batch), threads) for one in contestants]
+    runs = [
+        runner(*files, one.runtime)
+        for one, files in zip(contestants, given, strict=True)
+    ]
+    seconds: list[list[float]] = [[] for _ in runs]
     for number in range(_WARM_UP + repeats):
-        for name, run in runs.items():
+        for run, own in zip(runs, seconds, strict=True):
             start = perf_counter()
             run()
             if number >= _WARM_UP:
-                seconds[name].append(perf_counter() - start)
-    first = seconds[next(iter(files))]
+                own.append(perf_counter() - start)
     return [
         Timing(
-            name=name,
-            runtime=f"{runtime} {version.partition('-')[0]}",
+            name=one.name,
+            runtime=runtime_version(one.runtime),
+            batch=batch,
             milliseconds=1000 * median(own),
-            ratio=median(a / b for a, b in zip(first, own, strict=True)),
-            load_seconds=load_seconds(files[name], inputs, threads, runtime),
-            memory=peak_memory(files[name], inputs, threads, runtime),
+            ratio=median(a / b for a, b in zip(seconds[0], own, strict=True)),
+            load_seconds=load_seconds(*files, one.runtime),
+            memory=peak_memory(*files, one.runtime),
         )
-        for name, own in seconds.items()
+        for one, own, files in zip(contestants, seconds, given, strict=True)
     ]
+
+
+def runtime_version(runtime: str) -> str:
+    """Return a runtime's name and version."""
+    number = version(RUNTIMES[runtime].module.replace("_", "-"))
+    return f"{runtime} {number.partition('-')[0]}"
 
 
 def runner(
@@ -153,13 +192,13 @@ def runner(
 ) -> Callable[[], Any]:
     """Load a file and return a function that runs it once."""
     arrays = [one.made() for one in inputs]
-    load = {"onnxruntime": _onnxruntime, "openvino": _openvino}[runtime]
+    load = {"onnxruntime": _onnxruntime, "openvino": _openvino, "litert": _litert}
     try:
-        return load(str(path), threads, arrays)
+        return load[runtime](str(path), threads, arrays)
     except Exception as error:
         # ONNX Runtime's own errors derive from nothing more particular.
         own = type(error).__module__.startswith("onnxruntime")
-        if not own and not isinstance(error, RuntimeError):
+        if not own and not isinstance(error, RuntimeError | ValueError):
             raise
         first = str(error).strip().splitlines()[0]
         raise ExportError(f"{runtime} cannot load {path}: {first}") from error
@@ -167,7 +206,7 @@ def runner(
 
 def session_of(model: str | bytes, threads: int) -> Any:
     """Load a file, or its content, into ONNX Runtime for this machine's CPU."""
-    library = optional_library("onnxruntime", "onnx")
+    library = library_of("onnxruntime")
     options = library.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
@@ -183,10 +222,44 @@ def _onnxruntime(path: str, threads: int, arrays: list[Any]) -> Callable[[], Any
 
 
 def _openvino(path: str, threads: int, arrays: list[Any]) -> Callable[[], Any]:
-    settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
-    core = only_core(optional_library("openvino", "openvino").Core)
-    compiled = core.compile_model(path, "CPU", settings)
+    compiled = compile_openvino(path, threads)
     return lambda: compiled(arrays)
+
+
+def compile_openvino(path: str, threads: int) -> Any:
+    """Load a file into OpenVINO for this machine's CPU."""
+    settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
+    return only_core(library_of("openvino").Core).compile_model(path, "CPU", settings)
+
+
+def _litert(path: str, threads: int, arrays: list[Any]) -> Callable[[], Any]:
+    (array,) = arrays
+    interpreter = _litert_interpreter(path, threads)
+    index = interpreter.get_input_details()[0]["index"]
+    interpreter.resize_tensor_input(index, array.shape)
+    interpreter.allocate_tensors()
+
+    def run() -> None:
+        interpreter.set_tensor(index, array)
+        interpreter.invoke()
+
+    return run
+
+
+def _litert_interpreter(path: str | Path, threads: int = 1) -> Any:
+    library = library_of("litert", ".interpreter")
+    return library.Interpreter(str(path), num_threads=threads)
+
+
+def _litert_inputs(path: str | Path, batch: int) -> list[Input]:
+    try:
+        details = _litert_interpreter(path).get_input_details()
+    except (ValueError, RuntimeError) as error:
+        raise ExportError(f"litert cannot load {path}: {error}") from error
+    return [
+        Input((batch, *one["shape"][1:].tolist()), one["dtype"].__name__, one["name"])
+        for one in details
+    ]
 
 
 @cache

@@ -13,7 +13,6 @@ import numpy as np
 
 from ompq.errors import ExportError, shorten
 from ompq.packed.embedded_graph import parse_onnx
-from ompq.runtimes.file_metadata import FileMetadata
 
 # What a constant is, by the last part of its name.
 _ITEMS = {
@@ -90,16 +89,22 @@ def _item(layer: str, kind: str) -> str:
 
 def load_exported(path: Path) -> Any:
     """Return the content of a file that :func:`ompq.export` wrote."""
-    try:
-        model = parse_onnx(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ExportError(f"{path} cannot be read as ONNX: {error}") from error
+    model = load_onnx(path)
     if model.producer_name != "ompq":
         writer = model.producer_name or "another program"
         raise ExportError(
             f"{path} was written by {ascii(writer[:80])[1:-1]}, not by ompq, and "
             "cannot be itemised"
         )
+    return model
+
+
+def load_onnx(path: Path) -> Any:
+    """Return the content of any ONNX file."""
+    try:
+        model = parse_onnx(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{path} cannot be read as ONNX: {error}") from error
     graph = model.graph
     names = [tensor.name for tensor in graph.initializer]
     for node in graph.node:
@@ -169,13 +174,6 @@ def text_tokens(model: Any) -> int:
     given = next(entries, "")
     known = given.isascii() and given.isdigit() and len(given) < 7
     return min(max(1, int(given)), _LONGEST_TEXT) if known else 1
-
-
-def network_name(path: str | Path) -> str:
-    """Return the name of the network in a file's metadata, or ""."""
-    entries = load_exported(Path(path)).metadata_props
-    texts = {one.key: str(one.value) for one in entries}
-    return FileMetadata.read(texts, Path(path)).network
 
 
 def _convolutions(model: Any, layers: Collection[str]) -> dict[str, int]:

@@ -11,12 +11,18 @@ from ompq.runtimes.executorch.executorch_network import ExecutorchNetwork
 from ompq.runtimes.file_metadata import FileMetadata
 from ompq.runtimes.litert.litert_network import LitertNetwork
 from ompq.runtimes.onnx.onnx_network import OnnxNetwork
+from ompq.runtimes.onnx.openvino_network import OpenvinoNetwork
 
 # Suffix → network that runs a file; its ``texts`` are the file's metadata.
 RUNNABLE: Mapping[str, Callable[[Path], Any]] = {
     ".onnx": OnnxNetwork,
     ".tflite": LitertNetwork,
     ".pte": ExecutorchNetwork,
+}
+NETWORKS: Mapping[str, Callable[[Path], Any]] = {  # by runtime
+    "onnxruntime": OnnxNetwork,
+    "openvino": OpenvinoNetwork,
+    "litert": LitertNetwork,
 }
 
 
