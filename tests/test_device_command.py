@@ -81,7 +81,9 @@ def test_the_wheel_works_where_there_is_no_torch(wheel, files, tmp_path):
         "ompq.plan"
     )
     missing = subprocess.run([python, "-c", code], capture_output=True, env={})
-    assert b"No module named 'ompq.planning'" in missing.stderr
+    said = missing.stderr.decode()
+    assert "ImportError: ompq.planning is not in ompq-runtime, the part of ompq" in said
+    assert "is installed here. Run: pip install ompq" in said
 
 
 def test_the_wheel_holds_modules_of_ompq_of_the_same_version(wheel):

@@ -27,12 +27,25 @@ def lazy_names(
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home = homes[name]
         if home == package:
-            return import_module(f"{package}.{name}")
-        value = getattr(import_module(home), name)
+            return _import(f"{package}.{name}")
+        value = getattr(_import(home), name)
         setattr(sys.modules[package], name, value)
         return value
 
     return get, lambda: [*names], names
+
+
+def _import(module: str) -> Any:
+    """Import a module of ours, which a device may not have."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name == module:
+            raise ImportError(
+                f"{module} is not in ompq-runtime, the part of ompq for devices, which "
+                "is installed here. Run: pip install ompq"
+            ) from error
+        raise
 
 
 def _listed(package: str) -> dict[str, str]:
