@@ -36,8 +36,9 @@ def out(tmp_path_factory):
     words = ("--data", "digits", "--samples", "64", "--effort", "fast", "-o", folder)
     result = run("quantize", "ompq:demo", "--budget", "2.5bits", *words)
     assert result.exit_code == 0, result.output
-    for kind in ("onnx", "tflite"):
-        if kind == "onnx" or "litert" in installed_runtimes():
+    needed = {"onnx": "onnxruntime", "tflite": "litert", "pte": "executorch"}
+    for kind, runtime in needed.items():
+        if runtime in installed_runtimes():
             done = run("export", folder, "--format", kind)
             assert done.exit_code == 0, done.output
     return folder
@@ -65,6 +66,8 @@ def test_all_files_of_a_run_are_measured_in_all_runtimes(benched, out):
         wanted += [("openvino", "float"), ("openvino", "network.onnx")]
     if "litert" in installed_runtimes():
         wanted.append(("litert", "network.tflite"))
+    if "executorch" in installed_runtimes():
+        wanted.append(("executorch", "network.pte"))
     assert list(found) == wanted
     for row in found.values():
         assert set(row["milliseconds"]) == set(row["speed_up"]) == {"1", "32"}
@@ -167,10 +170,10 @@ def test_what_cannot_be_benched_says_what_to_do(out, tmp_path):
     other = run("bench", tmp_path / "plan.json")
     assert other.exit_code == 2
     said = " ".join(other.stderr.split())
-    assert "plan.json is not one of .onnx, .tflite; run ompq export first" in said
+    assert "plan.json is not one of .onnx, .tflite, .pte; run ompq export first" in said
     empty = run("bench", tmp_path)
     assert empty.exit_code == 2
-    assert "holds no .onnx, .tflite file; run ompq export" in " ".join(
+    assert "holds no .onnx, .tflite, .pte file; run ompq export" in " ".join(
         empty.stderr.split()
     )
     name = network_file(tmp_path)

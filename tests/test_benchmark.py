@@ -127,7 +127,7 @@ def test_an_input_of_no_known_type_is_told(files, tmp_path):
     model.graph.input[0].type.tensor_type.elem_type = 0
     path = tmp_path / "net.onnx"
     path.write_bytes(model.SerializeToString())
-    with pytest.raises(ExportError, match="net.onnx: the input 'input' is of no known"):
+    with pytest.raises(ExportError, match="net.onnx: the input 'input' has an unknown"):
         inputs_of(path)
 
 

@@ -108,9 +108,11 @@ def _inputs(file: Path, count: int) -> Batch:
     """Return inputs as the network takes them: noise, or zeros for integers."""
     named = {one.name: torch.from_numpy(one.made()) for one in inputs_of(file, count)}
     values = tuple(named.values())
-    if file.suffix != _ONNX:  # (N, H, W, C)
+    if file.suffix == ".tflite":  # (N, H, W, C)
         values = tuple(v.movedim(-1, 1) if v.dim() == 4 else v for v in values)
-    elif list(named) != input_names(values):  # the names are the keys of a dict
+    elif file.suffix == _ONNX and list(named) != input_names(
+        values
+    ):  # the names are the keys of a dict
         return named
     return values if len(values) > 1 else values[0]
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -42,6 +43,8 @@ def inputs_of(path: str | Path, batch: int = 1) -> list[Input]:
 
     if Path(path).suffix == ".tflite":
         return _litert_inputs(path, batch)
+    if Path(path).suffix == ".pte":
+        return _executorch_inputs(path, batch)
     found, model = [], load_onnx(Path(path))
     for one in model.graph.input:
         kind = one.type.tensor_type
@@ -72,6 +75,7 @@ RUNTIMES = {
     "onnxruntime": Runtime("onnxruntime", "onnx", ".onnx"),
     "openvino": Runtime("openvino", "openvino", ".onnx"),
     "litert": Runtime("ai_edge_litert", "litert", ".tflite"),
+    "executorch": Runtime("executorch", "executorch", ".pte"),
 }
 _WARM_UP = 3  # runs that are not timed: they fill caches
 _LOADS = 3  # of a file; the median counts
@@ -192,7 +196,12 @@ def runner(
 ) -> Callable[[], Any]:
     """Load a file and return a function that runs it once."""
     arrays = [one.made() for one in inputs]
-    load = {"onnxruntime": _onnxruntime, "openvino": _openvino, "litert": _litert}
+    load = {
+        "onnxruntime": _onnxruntime,
+        "openvino": _openvino,
+        "litert": _litert,
+        "executorch": _executorch,
+    }
     try:
         return load[runtime](str(path), threads, arrays)
     except Exception as error:
@@ -259,6 +268,37 @@ def _litert_inputs(path: str | Path, batch: int) -> list[Input]:
     return [
         Input((batch, *one["shape"][1:].tolist()), one["dtype"].__name__, one["name"])
         for one in details
+    ]
+
+
+def _executorch(path: str, _threads: int, arrays: list[Any]) -> Callable[[], Any]:
+    """Return a function that runs samples one by one, as such a file takes them."""
+    import torch
+
+    (array,) = arrays
+    samples = torch.from_numpy(array)[:, None]
+    method = _executorch_method(path)
+    return lambda: [method.execute((one,)) for one in samples]
+
+
+def _executorch_method(path: str | Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own use of what Python deprecates
+        library = library_of("executorch", ".runtime")
+    program = library.Runtime.get().load_program(Path(path).read_bytes())
+    return program.load_method("forward")
+
+
+def _executorch_inputs(path: str | Path, batch: int) -> list[Input]:
+    try:
+        about = _executorch_method(path).metadata
+    except (OSError, RuntimeError) as error:
+        raise ExportError(f"executorch cannot load {path}: {error}") from error
+    kinds = {1: "int8", 6: "float32"}  # of torch.ScalarType
+    found = [about.input_tensor_meta(at) for at in range(about.num_inputs())]
+    return [
+        Input((batch, *one.sizes()[1:]), kinds.get(one.dtype(), "float32"))
+        for one in found
     ]
 
 

@@ -23,6 +23,7 @@ NETWORKS: Mapping[str, Callable[[Path], Any]] = {  # by runtime
     "onnxruntime": OnnxNetwork,
     "openvino": OpenvinoNetwork,
     "litert": LitertNetwork,
+    "executorch": ExecutorchNetwork,
 }
 
 
