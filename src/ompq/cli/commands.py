@@ -399,9 +399,10 @@ def bench(
       ompq bench net.onnx --float float.onnx --repeats 200 --json
 
     Shows the bytes of each file, what it takes to load, memory (of a process of its
-    own), and time for 1 and 32 samples. Networks run in turn, and the speed-up is the
-    median ratio to the float network in ONNX Runtime, which other work on the machine
-    disturbs less than milliseconds. "same" compares answers with PyTorch, in a run's
-    folder, else with the file in its own runtime; --data also measures accuracy. A
-    run's report gets the table. OpenVINO and LiteRT are used if they are installed.
+    own), and time for 1 and 32 samples. Networks run in turn; "faster" is the median
+    ratio to the float network in ONNX Runtime, which other work on the machine
+    disturbs less than milliseconds. "same" compares answers with PyTorch in the folder
+    of a run, otherwise with the file in its own runtime; --data measures accuracy too.
+    The report of a run gets the table. OpenVINO, LiteRT and ExecuTorch are used if
+    they are installed.
     """
