@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import ompq
-from cli_tools import run_json
+from cli_tools import run, run_json
 from ompq.runtimes import compressed_checkpoints
 from ompq.targets import Target, load_target
 
@@ -171,7 +171,10 @@ def test_the_command_line_writes_a_folder(tmp_path):
     words = ("--data", "random", "--target", "compressed-tensors", "--effort", "fast")
     more = ("--samples", "4", "--score", "weight-noise", "-o", tmp_path / "out")
     network = f"transformers:{tmp_path / 'net'}"
-    run_json("quantize", network, *words, "--budget", "9bits", *more)
+    shown = run("quantize", network, *words, "--budget", "9bits", *more).stdout
+    assert f"ompq export {tmp_path / 'out'} --format compressed-tensors writes" in (
+        " ".join(shown.split())
+    )
     name = ("--format", "compressed-tensors", "-o", tmp_path / "folder")
     found = run_json("export", tmp_path / "out", *name)
     assert found["format"] == "compressed-tensors"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ompq
-from cli_tools import run_json
+from cli_tools import run, run_json
 from ompq.grids import Grid
 from ompq.quantization.gguf_grids import gguf_grid
 from ompq.runtimes.gguf import gguf_files
@@ -390,6 +390,8 @@ def test_the_profile_says_what_a_plan_and_its_network_need(planned):
     target = load_target("gguf")
     assert ompq.targets.Target.from_json(target.to_json()) == target
     assert plan.graph.group_size == 32
+    settings = ompq.QuantizeConfig(**plan.quantize_settings)  # of what is measured
+    assert (settings.weight_grid, settings.group_size) == ("gguf", 32)
     assert {choice.activation for choice in plan.choices} == {32}
     for layer in ompq.layers.quantized_layers(quantized).values():
         assert layer.weight_scale.half().float().equal(layer.weight_scale)
@@ -403,10 +405,16 @@ def test_one_command_makes_a_file_of_the_budget(tmp_path):
     text.write_text("the cat's 123 logs, 4567 o'clock and the dogs. " * 40)
     words = (f"transformers:{tmp_path / 'net'}", "--data", text, "--eval-data", text)
     more = ("--budget", "85KiB", "--target", "gguf", "--effort", "fast")
+    shown = " ".join(
+        run("quantize", *words, *more, "-o", tmp_path / "a").stdout.split()
+    )
+    assert f"next llama-server -m {tmp_path / 'a' / 'network.gguf'} answers" in shown
+    assert "images" not in shown and "which is larger" not in shown
     found = run_json("quantize", *words, *more, "-o", tmp_path / "out")
     size = (tmp_path / "out" / "network.gguf").stat().st_size
     assert size == found["sizes"]["network.gguf"]["bytes"] <= 85 * 1024
     assert size == found["sizes"]["network.gguf"]["planned"]
+    assert found["sizes"]["network.ompq.safetensors"]["planned"] is None
     assert found["plan"]["budget"] == "gguf:85KiB"
     evaluation = found["evaluation"]
     before = evaluation["reference_metrics"]["perplexity"]

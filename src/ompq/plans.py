@@ -172,6 +172,13 @@ class Plan:
         }
 
     @property
+    def quantize_settings(self) -> dict[str, Any]:
+        """Fields of :class:`ompq.QuantizeConfig` that the plan's networks need."""
+        target = {} if self.target is None else self.target.settings
+        own = {"group_size": self.graph.group_size or None, "output": self.output}
+        return {**target, **own}
+
+    @property
     def bytes_by_item(self) -> dict[str, int]:
         """Bytes of the packed file by item: weights, scales, what stays float, ..."""
         return bytes_by_item(self.graph, self.allocation, self.choices)

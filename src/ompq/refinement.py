@@ -126,9 +126,7 @@ def _meter(
         held_out,
         iterations=config.iterations if config.by == "reconstruct" else 0,
         seed=config.seed,
-        config=QuantizeConfig(
-            group_size=plan.graph.group_size or None, output=plan.output
-        ),
+        config=QuantizeConfig(**plan.quantize_settings),
     )
 
 

@@ -219,12 +219,11 @@ class Workflow:
         worst = [plan.graph.names[at] for at in damage.argsort()[::-1][:count]]
         floats = dict.fromkeys(plan.graph.names, Choice(FLOAT_BITS, FLOAT_BITS))
         with self.stages.stage("measuring layers") as progress:
-            size = plan.graph.group_size
             meter = Meter(
                 self.model,
                 samples,
                 samples,
-                config=QuantizeConfig(group_size=size or None, output=plan.output),
+                config=QuantizeConfig(**plan.quantize_settings),
             )
 
             def divergence(choices: Mapping[str, Choice]) -> float:
@@ -457,10 +456,12 @@ class Outcome:
             write_gguf(self.network, folder / GGUF, self.samples, budget=budget)
 
     def _size(self, path: Path) -> FileSize:
-        plan = self.plan
-        packed = sum(plan.bytes_by_item.values())
+        plan, packed = self.plan, None
+        # What a GGUF file holds takes other bytes in a packed file than plans assume.
+        if plan.target is None or not plan.target.file:
+            packed = plan.totals.get("graph_bytes", sum(plan.bytes_by_item.values()))
         planned = {
-            PACKED: plan.totals.get("graph_bytes", packed),
+            PACKED: packed,
             ONNX: plan.totals.get("onnx_bytes"),
             GGUF: plan.totals.get("gguf_bytes"),
         }

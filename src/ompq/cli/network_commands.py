@@ -42,6 +42,7 @@ from ompq.cli.loading import (
 from ompq.cli.option_groups import (
     CALIBRATION_SAMPLES,
     CHECKPOINT,
+    FORMATS,
     SEARCH,
     START,
     TRAINING,
@@ -70,7 +71,15 @@ from ompq.datasets.named_data import Data
 from ompq.datasets.training_sets import HeldSet, training_data
 from ompq.errors import BudgetError, DataError, PlanError
 from ompq.evaluation import evaluate as measure
-from ompq.files import ONNX, PACKED, PLAN, RESULT, locked_folder, remove_unfinished
+from ompq.files import (
+    GGUF,
+    ONNX,
+    PACKED,
+    PLAN,
+    RESULT,
+    locked_folder,
+    remove_unfinished,
+)
 from ompq.forecasts import Forecast, forecast
 from ompq.integer.engine import IntegerNetwork
 from ompq.models.exported_models import exported_model
@@ -394,7 +403,12 @@ def _limited_by(file: str, plan: Plan) -> str:
 
 
 def _next_rows(folder: Path, plan: Plan) -> list[tuple[str, str]]:
-    """Return how to get an ONNX file, and what limits its size."""
+    """Return how to use the network, or to get a file for another runtime."""
+    if plan.budget.gguf_mib:
+        return [("next", f"llama-server -m {folder / GGUF} answers with it")]
+    if plan.target is not None and plan.target.name in FORMATS:
+        name = plan.target.name
+        return [("next", f"ompq export {folder} --format {name} writes the folder")]
     if plan.budget.onnx_mib or plan.budget.graph_mib:
         return []
     return [
