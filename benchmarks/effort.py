@@ -2,16 +2,18 @@
 
 python benchmarks/effort.py --data FOLDER --network resnet18 --sizes 3.5 4.0
 python benchmarks/effort.py --data FOLDER --network mobilenet_v2 --sizes 1.3 --coded
+python benchmarks/effort.py --data FOLDER --network resnet20 --sizes 2.5 --effort best
 
 FOLDER is as for ptq.py. Each row is one run in a process of its own: plan, quantize
-and, with ``--iterations``, reconstruct, as from the command line. Peaks are those of
-resident memory, in MiB. ``--images`` of the test images judge the result.
+and reconstruct as ``--effort`` or ``--iterations`` ask, as from the command line. Peaks
+are those of resident memory, in MiB. ``--images`` of the test images judge the result.
 """
 
 import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -33,6 +35,13 @@ def peak_mib(*, reset: bool = False) -> float:
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     return peak / 1024
+
+
+# Unit of a network's budgets → folders and splits for calibration and for judging.
+FOLDERS = {
+    "MiB": (("imagenet-calib", "train"), ("imagenet-val", "test")),
+    "bits": (("cifar10", "train"), ("cifar10", "test")),
+}
 
 
 class Peaks:
@@ -62,16 +71,17 @@ def run(options, size: float, seed: int) -> dict:
     """Quantize once; return what it took and gave."""
     keep_freed_memory()  # as the command line does
     torch.set_num_threads(options.threads)
-    network, weights, _ = NETWORKS[options.network]
+    network, weights, unit = NETWORKS[options.network]
     named = load_model(
         network, str(options.data / "weights" / f"{weights}.safetensors")
     )
     model = named.module.eval()
-    samples = load_data(str(options.data / "imagenet-calib"), named).samples(
-        options.samples
+    calibration, test = (
+        load_data(str(options.data / folder), named, split=split)
+        for folder, split in FOLDERS[unit]
     )
-    test = load_data(str(options.data / "imagenet-val"), named)
-    judged = test.batches(batch_size=50, limit=options.images)
+    samples = calibration.samples(options.samples)
+    judged = list(test.batches(batch_size=50, limit=options.images))
     peaks, stages = Peaks(), Stages()
     config = ompq.PlanConfig(
         storage="coded" if options.coded else "fixed",
@@ -83,14 +93,17 @@ def run(options, size: float, seed: int) -> dict:
     accounting = {} if options.coded else {"accounting": "paper"}
     config = ompq.PlanConfig(**{**vars(config), **accounting})
     cache = options.work / "scores"
-    plan = ompq.plan(model, samples[:64], f"{size}MiB", config, cache=cache)
+    plan = ompq.plan(model, samples[:64], f"{size}{unit}", config, cache=cache)
     with stages.stage("quantizing"):
-        made = ompq.quantize(model, plan, samples, progress=peaks.progress)
+        rounding = ompq.QuantizeConfig(corrected_targets=options.corrected)
+        made = ompq.quantize(model, plan, samples, rounding, progress=peaks.progress)
     row = {"size": size, "seed": seed, "quantized": judge(made, model, judged, peaks)}
-    if options.iterations:
-        learning = ompq.ReconstructConfig(
-            rounding=ompq.RoundingConfig(iterations=options.iterations), seed=seed
-        )
+    learning = ompq.EFFORTS[options.effort]
+    if learning is not None:
+        rounding = learning.rounding
+        if options.iterations:
+            rounding = replace(rounding, iterations=options.iterations)
+        learning = replace(learning, rounding=rounding, seed=seed)
         made = ompq.reconstruct(made, model, samples, learning, progress=peaks.progress)
         row["reconstructed"] = judge(made, model, judged, peaks)
     peaks.begin("writing")
@@ -122,7 +135,9 @@ def main() -> None:
     parser.add_argument("--sizes", type=float, nargs="+", required=True)
     parser.add_argument("--coded", action="store_true")
     parser.add_argument("--samples", type=int, default=1000)
-    parser.add_argument("--iterations", type=int, default=0)
+    parser.add_argument("--effort", choices=ompq.EFFORTS, default="fast")
+    parser.add_argument("--corrected", action="store_true", help="targets of layers")
+    parser.add_argument("--iterations", type=int, help="instead of the effort's")
     parser.add_argument("--images", type=int, default=2500)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--threads", type=int, default=2)
@@ -142,7 +157,9 @@ def main() -> None:
             )
             rows.append(json.loads(made.stdout.splitlines()[-1]))
             print(json.dumps(rows[-1], indent=1), flush=True)
-            name = f"effort-{kind}-{options.iterations}-{options.network}"
+            effort = f"{options.effort}{options.iterations or ''}"
+            effort += "-corrected" * options.corrected
+            name = f"effort-{kind}-{effort}-{options.network}"
             save(name, rows, options.out)
 
 

@@ -259,7 +259,9 @@ def output_error(error, gram):
 
 
 def with_ridge(gram):
-    return gram + error_feedback._RIDGE * gram.diagonal().mean() * torch.eye(len(gram))
+    return gram + error_feedback.PLAIN_RIDGE * gram.diagonal().mean() * torch.eye(
+        len(gram)
+    )
 
 
 def fixed_grid(channels, bits):
@@ -557,7 +559,7 @@ def test_feedback_that_errs_more_is_not_kept(monkeypatch):
     ]
     assert not torch.equal(made[0].head.weight, made[1].head.weight)
 
-    def worse(weight, step, *, gram):
+    def worse(weight, step, *, gram, ridge):
         return coded_codes(weight, 8 * step)
 
     monkeypatch.setattr(weight_grids, "coded_with_feedback", worse)

@@ -52,8 +52,8 @@ ORDER = {
     "plans": "",
     "layers": "",
     "quantization": "products activation_sites error_feedback equalization "
-    "given_bits gguf_grids weight_grids assembly calibration moments record "
-    "budget_filling pipeline",
+    "given_bits gguf_grids weight_grids assembly calibration moments "
+    "corrected_targets record budget_filling pipeline",
     "reconstruction": "block_layout block_fisher block_data descent phases rounding "
     "tuning block_loop",
     "forecasts": "",

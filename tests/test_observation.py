@@ -16,6 +16,7 @@ from ompq.network.observation import (
     open_modules,
     record,
     visit_outputs,
+    visit_twins,
     watch,
 )
 from ompq.quantization.pipeline import quantize
@@ -237,6 +238,34 @@ def test_outputs_of_all_batches_come_together_and_can_be_replaced():
     wanted = model[2](torch.relu(hidden - hidden.mean(0)))
     torch.testing.assert_close(torch.cat([results[n] for n in range(3)]), wanted)
     assert not model[0]._forward_hooks
+
+
+def test_two_networks_are_visited_side_by_side():
+    one, other, results, seen = chain(), chain(), {}, []
+    batches = values(7, 4).split(3)
+
+    def run(number):
+        results[number] = other(batches[number])
+
+    def visit(name, twins):
+        own, read = twins
+        seen.append((name, [[len(each.input) for each in batch] for batch in twins]))
+        assert all(
+            torch.equal(a.output, b.output) for a, b in zip(own, read, strict=True)
+        )
+        for each in read if name == "first" else ():
+            torch.testing.assert_close(other[0](each.input), each.output)
+        return [each.output + 1 for each in read] if name == "last" else None
+
+    runs = [lambda n=n: one(batches[n]) for n in range(3)]
+    twins = [runs, [lambda n=n: run(n) for n in range(3)]]
+    modules = [{"last": net[2], "first": net[0]} for net in (one, other)]
+    visit_twins(twins, modules, visit)
+    assert seen == [(name, [[3, 3, 1]] * 2) for name in ("first", "last")]
+    # What is returned replaces the outputs of the last network.
+    wanted = one(values(7, 4)) + 1
+    torch.testing.assert_close(torch.cat([results[n] for n in range(3)]), wanted)
+    assert not one[0]._forward_hooks and not other[0]._forward_hooks
 
 
 def test_batches_that_part_ways_are_left_alone_from_there_on(caplog):

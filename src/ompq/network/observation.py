@@ -496,6 +496,13 @@ class ForwardPass:
         self._stopped.release()
 
 
+class Visited(NamedTuple):
+    """What a module read and returned for one batch."""
+
+    input: Any
+    output: Any
+
+
 def visit_outputs(
     runs: Sequence[Callable[[], Any]],
     modules: Mapping[str, nn.Module],
@@ -512,21 +519,46 @@ def visit_outputs(
     the first ones; the others join where it does no longer, and see on their way what
     ``visit`` has changed in the network.
     """
-    if not modules:
+
+    def visit_own(name: str, found: Sequence[Sequence[Visited]]) -> Any:
+        return visit(name, [output for _, output in found[0]])
+
+    visit_twins([runs], [modules], visit_own, limit=limit)
+
+
+def visit_twins(
+    runs: Sequence[Sequence[Callable[[], Any]]],
+    modules: Sequence[Mapping[str, nn.Module]],
+    visit: Callable[[str, Sequence[Sequence[Visited]]], Sequence[Tensor] | None],
+    *,
+    limit: float = math.inf,
+) -> None:
+    """Run several networks side by side on several batches, and visit their modules.
+
+    As :func:`visit_outputs`, but runs and modules are given for each network. ``visit``
+    is called with the input and output of each batch in each network; what it returns
+    are other outputs of the last network.
+    """
+    if not modules[0]:
         return
-    side_by_side = _SideBySide(runs)
+    each = [_SideBySide(one) for one in runs]
     hooks = [
-        m.register_forward_hook(side_by_side.hook(name), prepend=True)
-        for name, m in modules.items()
+        module.register_forward_hook(side.hook(name), prepend=True, with_kwargs=True)
+        for side, named in zip(each, modules, strict=True)
+        for name, module in named.items()
     ]
-    with attached(hooks), closing(side_by_side):
-        if limit < math.inf:
-            side_by_side.count_fitting(limit)
+    with attached(hooks), ExitStack() as stack:
+        for side in each:
+            stack.enter_context(closing(side))
+            if limit < math.inf:
+                side.count_fitting(limit / len(each))
         answers: Sequence[Tensor | None] = []
         most = resident_bytes() + limit / 2
         for at in count():
-            found = side_by_side.advance(at, answers)
-            names = {one and one[0] for one in found}
+            silent = [None] * len(answers)
+            found = [side.advance(at, silent) for side in each[:-1]]
+            found.append(each[-1].advance(at, answers))
+            names = {one and one[0] for batches in found for one in batches}
             if len(names) > 1:
                 logger.warning(
                     "batches take different paths from %s on; later layers stay "
@@ -535,8 +567,9 @@ def visit_outputs(
                 )
             if None in names or len(names) > 1:
                 return
-            changed = visit(names.pop(), [output for _, output in found])
-            answers = changed or [None] * len(found)
+            visited = [[one[1] for one in batches] for batches in found]
+            changed = visit(names.pop(), visited)
+            answers = changed or [None] * len(found[-1])
             if resident_bytes() > most:
                 release()  # which is slow, as what is needed next must be asked for
 
@@ -551,7 +584,12 @@ class _SideBySide:
 
     def hook(self, name: str) -> Any:
         """Return a forward hook that pauses the running pass."""
-        return lambda _module, _args, output: self._running.pause((name, output))
+
+        def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            read = next(tensors_in((args, kwargs)), None)
+            return self._running.pause((name, Visited(read, output)))
+
+        return hook
 
     def count_fitting(self, limit: float) -> None:
         """Limit the paused passes, which together hold at most ``limit`` bytes.
@@ -562,7 +600,7 @@ class _SideBySide:
             return
         one, sizes = self._passes[0], list[int]()
         while (found := one.resume()) is not None:
-            sizes.append(sum(tensor.nbytes for tensor in tensors_in(found[1])))
+            sizes.append(sum(tensor.nbytes for tensor in tensors_in(found[1].output)))
         largest = accumulate(reversed(sizes), max)
         fitting = [int(limit / (_HELD * max(size, 1))) for size in largest]
         most = len(self._passes)

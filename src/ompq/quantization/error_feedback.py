@@ -42,7 +42,7 @@ _LEAST_VARIANCE, _TINY = 1e-9, 1e-30
 # How many weights of a channel make up for each other, at most. Longer is better;
 # these are tried until the matrices of all layers fit half of the memory to work in.
 _PARTS = (8192, 4096, 2048, 1024, 512)
-_RIDGE = 0.03  # relative to the mean variance
+PLAIN_RIDGE = 0.03  # relative to the mean variance
 _SWEEPS = 2
 _BLOCK = 64  # columns whose effect on the ones after them is added at once
 
@@ -133,7 +133,12 @@ class _InputSums:
         if isinstance(layer, _ConvNd) and x.dim() == len(layer.kernel_size) + 1:
             x = x[None]  # one sample without a batch dimension
         shape = next(tensors_in(output)).shape
-        for columns in self._columns(layer, x.float(), shape):
+        width = -(-_weights_of_channel(layer) // self._parts)
+        wanted = max(_FEWEST, _PER_WEIGHT * (width + min(width, _PARTS[-1])) // 2)
+        wanted = len(x) * math.ceil(wanted / self.samples)
+        for columns, _ in sampled_columns(
+            layer, x.float(), shape, wanted, self._generator
+        ):
             parts = _in_parts(columns, 1, self._parts)  # (groups, parts, K, positions)
             if not self.count:
                 # In single precision, large means would hide small variances.
@@ -146,27 +151,6 @@ class _InputSums:
 
     def _kept(self, products: Tensor) -> Tensor:
         return products.cpu() if self._on_host else products
-
-    def _columns(
-        self, layer: nn.Module, x: Tensor, output: Sequence[int]
-    ) -> Iterator[Tensor]:
-        """Yield what weights are multiplied by, (groups, K, positions)."""
-        inputs = x if x.dim() > 1 else x[None]
-        positions = inputs.shape[:-1]
-        groups = getattr(layer, "groups", 1)
-        if isinstance(layer, _ConvNd):
-            inputs, positions = _patches(layer, x, output)
-        total = math.prod(positions)
-        width = -(-_weights_of_channel(layer) // self._parts)
-        wanted = max(_FEWEST, _PER_WEIGHT * (width + min(width, _PARTS[-1])) // 2)
-        wanted = positions[0] * math.ceil(wanted / self.samples)
-        picked = torch.arange(total)
-        if wanted < total:
-            picked = torch.randint(total, (wanted,), generator=self._generator)
-        few = max(_AT_ONCE // (width * self._parts * groups), 64)
-        for some in torch.split(picked.to(x.device), few):
-            columns = inputs[torch.unravel_index(some, positions)]
-            yield columns.reshape(len(some), groups, -1).permute(1, 2, 0)
 
     def gram(self, *, centred: bool) -> Tensor:
         """Return the Gram matrices, with a ridge that makes them positive definite."""
@@ -185,6 +169,34 @@ class _InputSums:
         ridge = torch.where(varying, variance * width / self.count, 1.0)
         gram.diagonal(dim1=2, dim2=3).add_(ridge[..., None])
         return gram
+
+
+def sampled_columns(
+    layer: nn.Module,
+    x: Tensor,
+    output: Sequence[int],
+    wanted: int,
+    generator: torch.Generator,
+) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+    """Yield what weights are multiplied by, (groups, K, positions), and the positions.
+
+    There are ``wanted`` random positions, or all if there are fewer: indices of samples
+    and places of the ``output``, which has this shape.
+    """
+    inputs = x if x.dim() > 1 else x[None]
+    positions = inputs.shape[:-1]
+    groups = getattr(layer, "groups", 1)
+    if isinstance(layer, _ConvNd):
+        inputs, positions = _patches(layer, x, output)
+    total = math.prod(positions)
+    picked = torch.arange(total)
+    if wanted < total:
+        picked = torch.randint(total, (wanted,), generator=generator)
+    few = max(_AT_ONCE // (_weights_of_channel(layer) * groups), 64)
+    for some in torch.split(picked.to(x.device), few):
+        places = torch.unravel_index(some, positions)
+        columns = inputs[places]
+        yield columns.reshape(len(some), groups, -1).permute(1, 2, 0), places
 
 
 def _weights_of_channel(layer: nn.Module) -> int:
@@ -238,7 +250,12 @@ def _in_parts(tensor: Tensor, axis: int, count: int, *, fill: float = 0.0) -> Te
 
 @torch.no_grad()
 def round_with_feedback(
-    weight: Tensor, grid: Grid, gram: Tensor, *, refit: bool
+    weight: Tensor,
+    grid: Grid,
+    gram: Tensor,
+    *,
+    refit: bool,
+    ridge: float = PLAIN_RIDGE,
 ) -> tuple[Grid, Tensor]:
     """Round a weight, (C, ...), so that the error of its layer's output is small.
 
@@ -250,6 +267,7 @@ def round_with_feedback(
         grid: Its scale and zero point broadcast with the weight.
         gram: Of the inputs of this weight, from :func:`input_grams`.
         refit: Whether to fit a scale to the codes of each channel by least squares.
+        ridge: As for :func:`ridged`.
 
     Returns:
         The grid, and a weight near the given one that rounds to the codes found.
@@ -259,7 +277,7 @@ def round_with_feedback(
         values.expand_as(weight).reshape(rows.shape)
         for values in (grid.scale, grid.zero_point)
     )
-    found = _Rounding(rows, scale, zero_point, grid.qmax, gram)
+    found = _Rounding(rows, scale, zero_point, grid.qmax, ridged(gram, ridge))
     for matrix, _ in found.sweeps():
         found.sweep(matrix, partial(_nearest, qmax=grid.qmax))
         if refit:
@@ -273,7 +291,9 @@ def round_with_feedback(
 
 
 @torch.no_grad()
-def coded_with_feedback(weight: Tensor, step: float, gram: Tensor) -> Tensor:
+def coded_with_feedback(
+    weight: Tensor, step: float, gram: Tensor, *, ridge: float = PLAIN_RIDGE
+) -> Tensor:
     """Return codes, uint8, that take few bits and keep the output's error small.
 
     As :func:`ompq.entropy_coding.rates.coded_codes`, but the weights of a channel
@@ -282,6 +302,7 @@ def coded_with_feedback(weight: Tensor, step: float, gram: Tensor) -> Tensor:
     """
     rows = weight.flatten(1).float()
     scale, zero_point = torch.full_like(rows, step), torch.full_like(rows, ZERO)
+    gram = ridged(gram, ridge)
     found = _Rounding(rows, scale, zero_point, 2 * ZERO - 1, gram)
     found.codes = cheapest_codes(found.position()).float()
     price: Tensor | None = None
@@ -292,6 +313,14 @@ def coded_with_feedback(weight: Tensor, step: float, gram: Tensor) -> Tensor:
         prices = price / cost[:, None]
         found.sweep(matrix, partial(_cheapest, bits=bits, prices=prices))
     return found.joined(found.codes).reshape(weight.shape).to(torch.uint8)
+
+
+def ridged(gram: Tensor, ridge: float) -> Tensor:
+    """Add a part of the mean variance to all variances: errors elsewhere count, too."""
+    gram = gram.clone()
+    diagonal = gram.diagonal(dim1=2, dim2=3)
+    diagonal.add_(ridge * diagonal.mean(-1, keepdim=True))
+    return gram
 
 
 @torch.no_grad()
@@ -323,9 +352,7 @@ class _Rounding:
         """Round to nearest; ``rows``, scales and zero points are (C, K)."""
         self.groups, self.parts = gram.shape[:2]
         self.width = rows.shape[1]
-        self.gram = gram.flatten(0, 1).to(rows, copy=True)
-        diagonal = _diagonal(self.gram)
-        diagonal.add_(_RIDGE * diagonal.mean(1, keepdim=True))
+        self.gram = gram.flatten(0, 1).to(rows)
         self.weight, self.zero_point = self._divided(rows), self._divided(zero_point)
         self.scale = self._divided(scale, fill=1.0)
         self.codes = self.position().round_().clamp_(0, qmax)
@@ -371,13 +398,14 @@ class _Rounding:
             )
             owed = (error @ matrix[:, :, block]).movedim(2, 0).contiguous()
             inner = matrix[:, block, block].permute(1, 2, 0)[..., None]
-            for at in range(len(codes)):
-                new = rounded(owed[at].div_(scale[at]).add_(where[at]), start + at)
-                change = (codes[at] - new).mul_(scale[at])
-                codes[at] = new
+            columns = zip(owed, codes, scale, where, strict=True)
+            for at, (column, change, step, old) in enumerate(columns):
+                new = rounded(torch.addcdiv(old, column, step, out=column), start + at)
+                change.sub_(new).mul_(step)
+                column.copy_(new)
                 # What is owed to this change by the columns of the block after it.
                 owed[at + 1 :].addcmul_(inner[at, at + 1 :], change)
-            self.codes[:, :, block] = codes.movedim(0, 2)
+            self.codes[:, :, block] = owed.movedim(0, 2)
             steps = self.codes[:, :, block] - self.zero_point[:, :, block]
             kept = steps * self.scale[:, :, block]
             error[:, :, block] = self.weight[:, :, block] - kept

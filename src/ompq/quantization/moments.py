@@ -34,9 +34,11 @@ class Moments(NamedTuple):
     spread: Tensor
 
 
-def batch_runs(model: nn.Module, samples: Samples, batch_size: int) -> Runs:
+def batch_runs(
+    model: nn.Module, samples: Samples, batch_size: int, count: int = FOR_MOMENTS
+) -> Runs:
     """Return functions that run a network on the samples that moments are read from."""
-    first = Samples((samples.first_batch(FOR_MOMENTS),))
+    first = Samples((samples.first_batch(count),))
     return [partial(run_batch, model, batch) for batch in first.batches(batch_size)]
 
 
@@ -56,7 +58,7 @@ def output_moments(modules: Mapping[str, nn.Module], runs: Runs) -> dict[str, Mo
     def read(name: str, outputs: Sequence[Tensor]) -> None:
         found[name].append(channel_moments(modules[name], outputs))
 
-    visit_outputs(runs, modules, read, limit=_most_paused(modules))
+    visit_outputs(runs, modules, read, limit=most_paused(modules))
     return {name: each[0] for name, each in found.items() if len(each) == 1}
 
 
@@ -77,26 +79,40 @@ def restore_moments(
     done = count(1)
 
     def correct(name: str, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        layer = layers[name]
         report(next(done), len(layers))
-        found = channel_moments(layer, _first_rows(outputs, moments[name]))
-        if found.mean.shape != moments[name].mean.shape:
-            return outputs
-        old_mean = found.mean.mean(0)
-        mean, ratio = _corrections(layer, found, moments[name])
-        bias = torch.zeros_like(ratio) if layer.bias is None else layer.bias
-        bias = (bias - old_mean) * ratio + mean
-        layer.bias = nn.Parameter(bias, requires_grad=False)
-        layer.weight.copy_(scaled_channels(layer.weight, ratio, layer))
-        factor = ratio[: len(layer.weight_scale)]
-        layer.weight_scale.mul_(factor[:, None] if layer.group_size else factor)
-        old_mean, ratio, mean = (
-            like_channels(each, layer, outputs[0]) for each in (old_mean, ratio, mean)
-        )
-        return [(output - old_mean) * ratio + mean for output in outputs]
+        return restored_outputs(layers[name], outputs, moments[name])
 
     wanted = {name: layers[name] for name in moments}
-    visit_outputs(runs, wanted, correct, limit=_most_paused(wanted))
+    visit_outputs(runs, wanted, correct, limit=most_paused(wanted))
+
+
+def restored_outputs(
+    layer: QuantizedLayer,
+    outputs: Sequence[Tensor],
+    wanted: Moments,
+    *,
+    spread: bool = True,
+) -> Sequence[Tensor]:
+    """Change a layer so that its outputs have these moments; return the new ones.
+
+    Without ``spread`` only their means are restored.
+    """
+    found = channel_moments(layer, _first_rows(outputs, wanted))
+    if found.mean.shape != wanted.mean.shape:
+        return outputs
+    old_mean = found.mean.mean(0)
+    mean, ratio = _corrections(layer, found, wanted)
+    ratio = ratio if spread else torch.ones_like(ratio)
+    bias = torch.zeros_like(ratio) if layer.bias is None else layer.bias
+    bias = (bias - old_mean) * ratio + mean
+    layer.bias = nn.Parameter(bias, requires_grad=False)
+    layer.weight.copy_(scaled_channels(layer.weight, ratio, layer))
+    factor = ratio[: len(layer.weight_scale)]
+    layer.weight_scale.mul_(factor[:, None] if layer.group_size else factor)
+    old_mean, ratio, mean = (
+        like_channels(each, layer, outputs[0]) for each in (old_mean, ratio, mean)
+    )
+    return [(output - old_mean) * ratio + mean for output in outputs]
 
 
 def _corrections(
@@ -164,7 +180,7 @@ def _other_axes(module: nn.Module, output: Tensor) -> list[int]:
     return [d for d in range(output.dim()) if d != axis]
 
 
-def _most_paused(modules: Mapping[str, nn.Module]) -> float:
+def most_paused(modules: Mapping[str, nn.Module]) -> float:
     """Return how many bytes paused passes may hold: on a CPU, half of what is left."""
     on_host = all(model_device(module).type == "cpu" for module in modules.values())
     return working_bytes() / 2 if on_host else math.inf

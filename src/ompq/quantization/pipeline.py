@@ -16,7 +16,7 @@ from ompq.layers import quantized_layers
 from ompq.network.attention import with_layers
 from ompq.network.graph import find_units, float_network, observe
 from ompq.network.units import LayerGraph
-from ompq.offload import to_host
+from ompq.offload import offloading, to_host
 from ompq.outputs import Outputs
 from ompq.plans import Plan, read_bits
 from ompq.progress import Progress, ProgressLike, callback
@@ -25,6 +25,7 @@ from ompq.quantization.activation_sites import ActivationSite, find_sites
 from ompq.quantization.assembly import assemble
 from ompq.quantization.budget_filling import fill_budget, size_limit
 from ompq.quantization.calibration import READING, read_ranges, weigh_ranges
+from ompq.quantization.corrected_targets import CorrectionPass
 from ompq.quantization.equalization import (
     Equalized,
     equalize_channels,
@@ -107,23 +108,47 @@ def quantize(
     )
 
     def rounded(bits: Allocation) -> nn.Module:
+        weight_grid = find_weight_grids(bits, grams, factors, config, report)
         made = assemble(
             model,
             graph,
             bits,
             sites,
-            weight_grid=find_weight_grids(bits, grams, factors, config, report),
+            weight_grid=weight_grid,
             activation_grids=activation_grids,
         )
         report(3, 4, BIASES)
-        if config.restore_moments:
-            _restore_moments(made, model, graph, samples, config.batch_size, report)
+        _correct_channels(
+            CorrectionPass(model, made, graph.units, grams, weight_grid),
+            graph,
+            samples,
+            config,
+            report,
+        )
         keep_rates(with_quantization(made, record))
         return made
 
     quantized = fill_budget(rounded, graph, allocation, limit)
     report(4, 4, "done")
     return to_host(quantized).train(model.training)
+
+
+def _correct_channels(
+    last_pass: CorrectionPass,
+    graph: LayerGraph,
+    samples: Samples,
+    config: QuantizeConfig,
+    report: Progress,
+) -> None:
+    """Restore the moments of channels; correct layers if the settings ask for it."""
+    if not config.restore_moments:
+        return
+    size = config.batch_size
+    if config.corrected_targets and last_pass.grams and not offloading():
+        last_pass.run(samples, size, lambda done, total: report(done, total, BIASES))
+        return
+    networks = last_pass.quantized, last_pass.model
+    _restore_moments(*networks, graph, samples, size, report)
 
 
 def _restore_moments(

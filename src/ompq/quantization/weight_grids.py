@@ -19,6 +19,7 @@ from ompq.network.units import Choice, LayerGraph, Unit
 from ompq.progress import Progress
 from ompq.quantization.equalization import Equalized, channel_factor
 from ompq.quantization.error_feedback import (
+    PLAIN_RIDGE,
     channel_grams,
     coded_with_feedback,
     feedback_error,
@@ -29,9 +30,9 @@ from ompq.quantization.gguf_grids import gguf_grid
 from ompq.samples import Samples
 from ompq.weight_ranges import channel_rows, minmax_weight, search_weight, shrunk_weight
 
-# Called as weight_grid(unit, weight, axis of the output channels); returns the grid and
-# the weight that the layer stores and rounds to it.
-WeightGrid: TypeAlias = Callable[[Unit, Tensor, int], tuple[Grid, Tensor]]
+# Called as weight_grid(unit, weight, axis of the output channels), perhaps with a ridge
+# for error feedback; returns the grid and the weight that the layer stores and rounds.
+WeightGrid: TypeAlias = Callable[..., tuple[Grid, Tensor]]
 
 ROUNDING = "rounding weights"
 
@@ -77,14 +78,16 @@ def find_weight_grids(
     """Return the function that finds the grid of a unit's weight."""
     done = count(1)
 
-    def weight_grid(unit: Unit, weight: Tensor, axis: int) -> tuple[Grid, Tensor]:
+    def weight_grid(
+        unit: Unit, weight: Tensor, axis: int, ridge: float = PLAIN_RIDGE
+    ) -> tuple[Grid, Tensor]:
         report(next(done), len(allocation), ROUNDING)
         choice, kind = allocation[unit.name], config.weight_grid
         gram = grams.get(unit.name)
         if choice.rate:
             # A single step suits the channels best as they were before equalization.
             factor = channel_factor(unit, weight, axis, factors)
-            return _coded_weight(unit, choice, weight, axis, factor, gram)
+            return _coded_weight(unit, choice, weight, axis, factor, gram, ridge)
         grid = _searched_grid(unit, choice, weight, axis, gram, config)
         size = unit.shared_by(choice)
         # Scales of groups must stay what a file holds.
@@ -93,7 +96,7 @@ def find_weight_grids(
             grid = replace(grid, scale=_byte_scales(grid.scale, weight, size))
         if gram is None:
             return grid, weight
-        return round_with_feedback(weight, grid, gram, refit=free)
+        return round_with_feedback(weight, grid, gram, refit=free, ridge=ridge)
 
     return weight_grid
 
@@ -132,13 +135,14 @@ def _byte_scales(scale: Tensor, weight: Tensor, size: int) -> Tensor:
     return like_weight(to_multiples(scale), weight.shape, group_size=size)
 
 
-def _coded_weight(
+def _coded_weight(  # noqa: PLR0913
     unit: Unit,
     choice: Choice,
     weight: Tensor,
     axis: int,
     factor: Tensor,
     gram: Tensor | None,
+    ridge: float,
 ) -> tuple[Grid, Tensor]:
     """Return a grid that meets a unit's rate, and the weight that rounds to it."""
     if not can_be_coded(unit, choice):
@@ -150,7 +154,7 @@ def _coded_weight(
     found = [coded_grid(given, limit, channel_dim=axis)]
     if gram is not None:
         # At one bit a weight, feedback may move more weights off zero than it is worth.
-        rounding = partial(coded_with_feedback, gram=gram)
+        rounding = partial(coded_with_feedback, gram=gram, ridge=ridge)
         found.append(coded_grid(given, limit, channel_dim=axis, rounding=rounding))
         found.sort(key=lambda each: feedback_error(each[0].fake(each[1]) - given, gram))
     grid, moved = found[0]
