@@ -258,7 +258,7 @@ class _Run(NamedTuple):
     """The stages of a run: each returns its seconds and its bytes.
 
     The factors were fitted to ResNet-20, ResNet-18, MobileNetV2 and the network of
-    ``ompq demo``; docs/results.md shows how near they are.
+    ``ompq demo``; docs/limits.md shows how near they are.
     """
 
     timed: _Timed
@@ -280,7 +280,7 @@ class _Run(NamedTuple):
     def calibrating(self) -> tuple[float, float]:
         """A pass that fills histograms, and one with gradients on few samples."""
         timed, values = self.timed, sum(self.timed.outputs.values())
-        read = self.samples * 31 * values * timed.element
+        read = self.samples * 45 * values * timed.element
         passes = self._pass(self.samples) + self._pass(min(64, self.samples), 2.2)
         memory = 4 * max(8 * timed.kept, 3 * timed.batch * self._largest)
         return passes + read, memory
@@ -297,7 +297,7 @@ class _Run(NamedTuple):
             positions = min(positions, self.samples * values // unit.out_channels)
             sweeps = (24 if self.coded else 6) * unit.out_channels + width
             work += (positions * groups + sweeps) * width**2
-        units = len(timed.graph) * (110_000 if self.coded else 20_000) * timed.call
+        units = len(timed.graph) * (80_000 if self.coded else 60_000) * timed.call
         tries = (1_000 if self.coded else 60) * timed.weights * timed.element
         seconds = self._pass(self.samples) + work * timed.product + tries + units
         grams = min(grams, working_bytes() // 2)
@@ -307,7 +307,7 @@ class _Run(NamedTuple):
         """Two networks on some samples, which wait for each other at every layer."""
         count = min(FOR_MOMENTS, self.samples)
         waits = len(self.timed.graph) * count / self.timed.batch * 2_000
-        read = 80 * count * sum(self.timed.outputs.values()) * self.timed.element
+        read = 130 * count * sum(self.timed.outputs.values()) * self.timed.element
         seconds = self._pass(count, 3) + read + waits * self.timed.call
         held = 4 * 3 * count * self._largest
         return seconds, min(held, working_bytes() / 2) + 4 * 2 * self.timed.weights
@@ -323,10 +323,10 @@ class _Run(NamedTuple):
             weights = sum(unit.weights for unit in units)
             size = max(getattr(rounding, "step_elements", 1 << 19) // outputs, 8)
             size = min(size, getattr(rounding, "batch_size", 64), self.samples)
-            step = 5 * size * share * timed.forward + 60 * weights * timed.element
+            step = 7 * size * share * timed.forward + 60 * weights * timed.element
             seconds += count * (step + (100 + 100 * len(units)) * timed.call)
             most = max(most, 4 * 3 * self.samples * outputs)
-        seconds += self._pass(self.samples, 20)
+        seconds += self._pass(self.samples, 35)
         return seconds, min(most, working_bytes() * 0.75) + 4 * 4 * timed.weights
 
     def finalizing(self) -> tuple[float, float]:
