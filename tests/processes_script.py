@@ -47,7 +47,9 @@ def main(folder: Path) -> None:
         place = folder / f"{name}-{parallel.rank()}.txt"
         place.write_text(f"{numbers} {found.correct.hex()}")
     save_file(learned.state_dict(), folder / f"{parallel.rank()}.safetensors")
-    settings = lab.AuditConfig(allocations=3, scores=("weight_noise",))
+    settings = lab.AuditConfig(
+        allocations=3, null_scores=1, resamples=5, scores=("weight_noise",)
+    )
     audit = lab.audit(
         model, inputs[:16], "3bit", inputs[16:], settings, batches=batches
     )

@@ -8,12 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from scipy.stats import kendalltau, spearmanr
 
 import ompq
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq import lab
 from ompq.errors import CheckpointError
-from ompq.lab.audits import random_allocation
+from ompq.lab.audits import kendall, random_allocation, spearman
 from ompq.measurement import Meter
 from ompq.network.units import Choice
 from ompq.samples import Samples
@@ -310,3 +311,11 @@ def test_other_labels_and_metrics_belong_to_another_audit(audited, tmp_path):
     for settings, labelled in ((config, others), (config, []), (measuring, batches)):
         with pytest.raises(CheckpointError, match="belongs to another audit"):
             lab.audit(*given, settings, batches=labelled, **more)
+
+
+def test_rank_correlations_are_those_of_scipy():
+    generator = np.random.default_rng(0)
+    one, other = generator.integers(0, 5, (2, 6, 12)).astype(float)  # with ties
+    for ours, theirs in ((spearman, spearmanr), (kendall, kendalltau)):
+        wanted = [theirs(a, b)[0] for a, b in zip(one, other, strict=True)]
+        np.testing.assert_allclose(ours(one, other), wanted, rtol=1e-12)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.stats import kendalltau, spearmanr
+from scipy.stats import rankdata
 from torch import nn
 
 from ompq.allocation.problem import Allocation
@@ -36,6 +36,7 @@ from ompq.scores.weight_noise import rounded_weights
 
 Floats = NDArray[np.float64]
 FORMAT = "ompq-audit/1"
+_PAIRS = 1 << 21  # of values that are compared at a time, which bounds the memory
 RANDOM = "random allocation "  # prefix of the names of random allocations
 
 
@@ -436,7 +437,7 @@ def _summary(
     if len(random) > 2:
         for seed in range(config.null_scores):
             chance = Random(seed).worth(graph, choices)
-            null.append(float(spearmanr(predicted(chance), truth)[0]))
+            null.append(float(spearman(predicted(chance)[None], truth[None])[0]))
     return replace(
         found,
         scores=tuple(sorted(entries, key=lambda one: one.divergence)),
@@ -465,26 +466,43 @@ def _correlations(
     predicted: Floats, truth: Floats, config: AuditConfig, rng: np.random.Generator
 ) -> Correlations:
     given = predicted, truth, config, rng
-    return Correlations(
-        _correlation(spearmanr, *given), _correlation(kendalltau, *given)
-    )
+    return Correlations(_correlation(spearman, *given), _correlation(kendall, *given))
 
 
 def _correlation(
-    statistic: Callable[[Floats, Floats], Any],
+    statistic: Callable[[Floats, Floats], Floats],
     predicted: Floats,
     truth: Floats,
     config: AuditConfig,
     rng: np.random.Generator,
 ) -> Correlation | None:
     """Return a rank correlation and its bootstrap percentiles."""
-    if len(truth) < 3 or np.ptp(predicted) == 0 or np.ptp(truth) == 0:
+    count = len(truth)
+    if count < 3 or np.ptp(predicted) == 0 or np.ptp(truth) == 0:
         return None
-    values = []
-    for _ in range(config.resamples):
-        rows = rng.integers(len(truth), size=len(truth))
-        if np.ptp(predicted[rows]) and np.ptp(truth[rows]):
-            values.append(float(statistic(predicted[rows], truth[rows])[0]))
-    value = float(statistic(predicted, truth)[0])
-    low, high = np.percentile(values or [value], [2.5, 97.5])
+    rows = rng.integers(count, size=(config.resamples, count))
+    pairs = predicted[rows], truth[rows]
+    vary = np.ptp(pairs[0], 1).astype(bool) & np.ptp(pairs[1], 1).astype(bool)
+    value = float(statistic(predicted[None], truth[None])[0])
+    values = statistic(pairs[0][vary], pairs[1][vary])
+    low, high = np.percentile(values if len(values) else [value], [2.5, 97.5])
     return Correlation(value, float(low), float(high))
+
+
+def spearman(one: Floats, other: Floats) -> Floats:
+    """Return Spearman's correlation of rows (R, n), none of them constant, (R,)."""
+    a, b = (rankdata(x, axis=1) - (x.shape[1] + 1) / 2 for x in (one, other))
+    found: Floats = (a * b).sum(1) / np.sqrt((a * a).sum(1) * (b * b).sum(1))
+    return found
+
+
+def kendall(one: Floats, other: Floats) -> Floats:
+    """Return Kendall's tau-b of rows (R, n), none of them constant, (R,)."""
+    first, second = np.triu_indices(one.shape[1], 1)
+    most = max(1, _PAIRS // len(first))  # rows at a time
+    found = []
+    for at in range(0, len(one), most):
+        rows = (x[at : at + most] for x in (one, other))
+        a, b = (np.sign(x[:, first] - x[:, second]) for x in rows)
+        found.append((a * b).sum(1) / np.sqrt((a * a).sum(1) * (b * b).sum(1)))
+    return np.concatenate(found) if found else np.zeros(0)
