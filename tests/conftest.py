@@ -41,3 +41,7 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # or else libraries complain of leaks

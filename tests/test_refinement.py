@@ -42,7 +42,7 @@ def refined(network, plan):
 
 
 def test_a_misleading_score_is_corrected():
-    network, samples = demo_network(), demo_data().train_images[:64]
+    network, samples = demo_network(), demo_data().train_images[:128]
     config = ompq.PlanConfig(score=misleading)
     plan = ompq.plan(network, samples[:32], "3bits", config)
     alone = replace(BRIEF, scores=(), count=10)
