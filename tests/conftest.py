@@ -23,10 +23,11 @@ exporter.get_torchlib_ops = cache(
 # Files that take longest run first: at the end, one of them would keep one process busy
 # while the others wait.
 LONGEST = (
-    *("onnx_files", "parallel", "traced_graph", "network_commands_training", "docs"),
-    *("demo", "offload", "file_commands", "attention", "block_loop", "packed_files"),
-    *("reproduction", "rates", "catalogue", "network_commands", "pipeline"),
-    *("plan_commands", "zoo"),
+    *("traced_graph", "onnx_files", "reproduction", "decoders", "file_commands"),
+    *("network_commands_training", "network_commands", "parallel", "docs", "demo"),
+    *("block_loop", "working_memory", "smallest_network", "rates", "packed_files"),
+    *("offload", "audits", "zoo", "attention", "refinement", "page", "catalogue"),
+    *("computation", "plan_commands", "error_feedback", "block_data", "pipeline"),
 )
 
 

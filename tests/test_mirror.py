@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from conftest import LONGEST
 from test_layering import MODULES
 
 TESTS = Path(__file__).parent
@@ -60,3 +61,7 @@ def test_exceptions_are_needed():
     assert set(ELSEWHERE) <= set(MODULES)
     own = {name.rpartition(".")[2] for name in ELSEWHERE}
     assert not own & {name.rpartition("/")[2] for name in files()}
+
+
+def test_the_longest_files_are_files():
+    assert {*LONGEST} <= {path.stem[5:] for path in TESTS.rglob("test_*.py")}
