@@ -7,8 +7,13 @@ from functools import cache
 import torch
 from torch.onnx._internal import _lazy_import
 
+from ompq.report import page
+
 # Toy networks are too small to share between threads, and the suite runs in processes.
 torch.set_num_threads(1)
+
+# Reports solve a hundred budgets for their slider; few tests move it.
+page.STEPS = 8
 
 # Set in the processes of pytest-xdist; a test that wants a width says so itself.
 os.environ.pop("COLUMNS", None)

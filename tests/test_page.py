@@ -14,7 +14,7 @@ from ompq.amounts import in_bytes
 from ompq.budgets import Budget
 from ompq.network.units import Choice, Skipped
 from ompq.plans import Measurement, Plan
-from ompq.report.explorer import explorer_data, solution
+from ompq.report.explorer import STEPS, explorer_data, solution
 from ompq.report.page import render_report, without_folders, write_report
 from ompq.report_sections import Accuracy, AgreementSection, Remark, Versions
 from ompq.score_tables import ScoreTable
@@ -52,7 +52,9 @@ def plan():
 
 @pytest.fixture(scope="module")
 def html(plan):
-    return render_report(plan, every_section(), "A toy")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ompq.report.page.STEPS", STEPS)
+        return render_report(plan, every_section(), "A toy")
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +70,10 @@ def test_every_section_has_a_link_in_the_same_order(page):
     assert parts == [name for name in sections if name != "summary"]
 
 
-@pytest.fixture
-def few_steps(monkeypatch):
-    """For tests of pages whose slider does not matter."""
-    monkeypatch.setattr("ompq.report.explorer.STEPS", 3)
-
-
-def test_the_file_is_written_whole_and_always_the_same(plan, html, tmp_path):
+def test_the_file_is_written_whole_and_always_the_same(
+    plan, html, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("ompq.report.page.STEPS", STEPS)
     path = tmp_path / "deep" / "a.html"
     written = write_report(path, plan, results=every_section(), title="A toy")
     assert written == path
@@ -90,7 +89,6 @@ def test_nothing_is_fetched(html):
     assert "default-src 'none'" in html
 
 
-@pytest.mark.usefixtures("few_steps")
 def test_every_part_appears_only_with_its_data(plan, page):
     parts = {"accuracy", "blocks", "histograms", "times", "agreement", "skipped"}
     assert parts < page.ids
@@ -101,7 +99,6 @@ def test_every_part_appears_only_with_its_data(plan, page):
     assert "orm" not in Page(render_report(unmeasured)).ids
 
 
-@pytest.mark.usefixtures("few_steps")
 def test_skipped_layers_are_listed_with_their_reasons(plan):
     graph = replace(plan.graph, skipped=(Skipped("norm", "stands alone"),))
     texts = Page(render_report(replace(plan, graph=graph))).texts
@@ -170,7 +167,6 @@ def test_every_step_is_what_with_budget_gives(method, cost):
         assert columns == solution(expected)
 
 
-@pytest.mark.usefixtures("few_steps")
 def test_hostile_names_are_text():
     html = render_report(hostile_plan(), every_section(HOSTILE), HOSTILE)
     page = Page(html)
@@ -216,7 +212,6 @@ def test_a_result_of_another_kind_is_refused(plan):
         render_report(plan, [{"name": "x"}])
 
 
-@pytest.mark.usefixtures("few_steps")
 def test_units_that_may_have_one_choice_are_marked_as_pinned():
     pinned = toy_plan("4.4KiB", pinned={"@first": 8, "@last": 32})
     html = render_report(pinned)
@@ -228,7 +223,6 @@ def test_units_that_may_have_one_choice_are_marked_as_pinned():
     ]
 
 
-@pytest.mark.usefixtures("few_steps")
 def test_what_was_not_compared_is_left_empty(plan):
     scores = replace(plan.scores, gamma=None, importance=None)
     html = render_report(
@@ -239,27 +233,23 @@ def test_what_was_not_compared_is_left_empty(plan):
     assert 'class="strip"' not in html
 
 
-@pytest.mark.usefixtures("few_steps")
 def test_average_bits_are_a_budget_like_the_others():
     text = " ".join(" ".join(Page(render_report(toy_plan("4bits"))).texts).split())
     assert "Average bits budget" in text
     assert " of 4 bits" in text
 
 
-@pytest.mark.usefixtures("few_steps")
 def test_choices_are_named_by_both_widths_where_inputs_have_several():
     html = render_report(toy_plan(activation_choices=(4, 8)))
     assert "W4A8" in html
     assert "inputs have" not in html
 
 
-@pytest.mark.usefixtures("few_steps")
 def test_the_papers_accounting_has_no_items():
     text = " ".join(Page(render_report(toy_plan(accounting="paper"))).texts)
     assert "zero points" not in text
 
 
-@pytest.mark.usefixtures("few_steps")
 def test_latency_is_a_budget_like_the_others():
     graph = toy_plan().graph
     table = {
@@ -280,6 +270,7 @@ def test_large_networks_get_fewer_budgets_in_the_explorer(monkeypatch, units, bu
         raise InterruptedError
 
     monkeypatch.setattr("ompq.report.page.explorer_data", explorer)
+    monkeypatch.setattr("ompq.report.page.STEPS", STEPS)
     with pytest.raises(InterruptedError):
         render_report(big_plan(units))
     assert asked == [budgets]

@@ -15,6 +15,7 @@ import pytest
 
 from ompq.allocation.problem import Allocation
 from ompq.budgets import Budget
+from ompq.report.explorer import STEPS
 from ompq.report.page import write_report
 from reports import CLOSING, HOSTILE, every_section, hostile_plan, toy_plan
 
@@ -77,7 +78,10 @@ def plan():
 @pytest.fixture(scope="module")
 def address(plan, tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "toy.html"
-    return write_report(path, plan, results=every_section(), title="A toy").as_uri()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ompq.report.page.STEPS", STEPS)
+        write_report(path, plan, results=every_section(), title="A toy")
+    return path.as_uri()
 
 
 @pytest.fixture
