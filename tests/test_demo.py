@@ -182,7 +182,7 @@ def test_without_onnx_the_rest_is_there_and_it_is_said(made, monkeypatch, caplog
     def refuse(*_args, **_named):
         raise ExportError("the file disagrees")
 
-    monkeypatch.setattr(job, "export_onnx", refuse)
+    monkeypatch.setattr(job, "export", refuse)
     exported, why = job._export(made[0].mixed.network, Path("x.onnx"), torch.ones(1))
     assert exported is None
     assert why == "the file disagrees"
