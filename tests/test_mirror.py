@@ -8,13 +8,14 @@ from test_layering import MODULES
 TESTS = Path(__file__).parent
 
 # Small packages whose modules are tested together, in a file of the package's name.
-TOGETHER = {"gguf", "litert"}
+TOGETHER = {"executorch", "gguf", "litert"}
 
 # Modules without a file of their own, and what tests them.
 ELSEWHERE = {
     "__main__": "parallel",  # torchrun starts it
     "quantization.gguf_grids": "gguf",
     "runtimes.export_result": "onnx_files",  # fields only
+    "runtimes.integer_files": "litert",
     "runtimes.onnx.onnx_network": "exported_models",
     "runtimes.output_grids": "litert",  # only LiteRT needs them
     "runtimes.runnable_files": "file_metadata",
@@ -28,7 +29,7 @@ ELSEWHERE = {
 # Files about no single module.
 ACROSS = {
     *("architecture", "arguments_untouched", "docs", "examples", "layering", "mirror"),
-    *("named_arguments", "package", "public_api", "report_browser"),
+    *("named_arguments", "package", "public_api", "report_browser", "wrong_types"),
     *("decoders", "minmax", "zoo"),  # kinds of networks and recipes, through all verbs
     "network_commands_training",  # ompq train
 }
