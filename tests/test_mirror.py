@@ -16,6 +16,7 @@ ELSEWHERE = {
     "quantization.gguf_grids": "gguf",
     "runtimes.export_result": "onnx_files",  # fields only
     "runtimes.integer_files": "litert",
+    "runtimes.xnnpack_kernels": "litert",
     "runtimes.onnx.onnx_network": "exported_models",
     "runtimes.output_grids": "litert",  # only LiteRT needs them
     "runtimes.runnable_files": "file_metadata",
