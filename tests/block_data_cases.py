@@ -1,4 +1,4 @@
-"""What several files of tests share: see test_block_data.py."""
+"""Quantized toy networks, and runners of their blocks."""
 
 from ompq.allocation.problem import Allocation
 from ompq.configs import QuantizeConfig

@@ -1,13 +1,25 @@
 """What the tests of the command line share: a tiny network and a way to run."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console as RichConsole
 from typer.testing import CliRunner
 
 from ompq.cli.main import app
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def stream(*, terminal: bool) -> RichConsole:
+    return RichConsole(file=io.StringIO(), width=100, force_terminal=terminal)
+
 
 NETWORK = """
 import torch

@@ -1,4 +1,4 @@
-"""What several files of tests share: see test_exact_search.py."""
+"""Programs to solve: the paper's, and large random ones."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""What several files of tests share: see test_files.py."""
+"""Wrong values for any place in a file of JSON."""
 
 import copy
 from functools import reduce
@@ -24,8 +24,3 @@ def _places(data, above=()):
         yield (*above, key)
         if isinstance(data[key], dict | list):
             yield from _places(data[key], (*above, key))
-
-
-def write(path, text):
-    path.write_text(text)
-    return path

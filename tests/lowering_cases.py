@@ -1,4 +1,4 @@
-"""What several files of tests share: see test_lowering.py."""
+"""Small networks of several families, which become integer networks."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""What several files of tests share: see test_named_models.py."""
+"""A network with random weights, and files that hold them."""
 
 import torch
 from safetensors.torch import save_file

@@ -1,4 +1,4 @@
-"""What several files of tests share: see test_problem.py."""
+"""The parts of an allocation problem, to be changed one by one."""
 
 import numpy as np
 

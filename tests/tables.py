@@ -14,6 +14,17 @@ from ompq.network.units import Choice
 from ompq.samples import Samples
 from ompq.scores.computation import ScoreInputs
 
+COSTS = {
+    "bytes": Cost("bytes", np.zeros((1, 1)), reference=8e6),
+    "bit_ops": Cost("bit_ops", np.zeros((1, 1))),
+    "weight_bits": Cost("weight_bits", np.zeros((1, 1)), reference=100.0),
+    "milliseconds": Cost("milliseconds", np.zeros((1, 1))),
+}
+
+
+CHOICES = (Choice(2, 8), Choice(4, 8), Choice(8, 8))
+
+
 FIXTURES = Path(__file__).parent / "fixtures"
 
 

@@ -7,7 +7,6 @@ from math import fsum
 import numpy as np
 import pytest
 
-from allocator_cases import METHODS
 from ompq.allocation import exact_search
 from ompq.allocation.allocator import allocate, pareto
 from ompq.allocation.explanation import explain
@@ -18,6 +17,8 @@ from ompq.cost_tables import Cost
 from ompq.errors import BudgetError, InfeasibleBudgetError, PatternError, PlanError
 from ompq.network.units import Choice
 from tables import exhaustive, fixture, network, problem
+
+METHODS = ("exact", "relax-round", "relax-dfs", "genetic")
 
 
 def weights_of(allocation):

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from costs_cases import COSTS
 from ompq.budgets import Budget
+from tables import COSTS
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 
-from catalogue_cases import CHOICES
 from nets import Chain, TinyResNet, images, seeded
 from ompq.configs import OrmSettings
 from ompq.errors import ScoreError
@@ -19,7 +18,7 @@ from ompq.scores.orthogonality import (
 )
 from ompq.scores.sensitivity import Sensitivity
 from ompq.scores.weight_noise import WeightNoise
-from tables import score_inputs
+from tables import CHOICES, score_inputs
 
 # Those that learn, with fewer steps than users get: what is tested does not need more.
 QUICK = {

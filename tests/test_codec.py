@@ -8,7 +8,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from codec_cases import RANDOM
 from ompq.entropy_coding.codec import (
     CodeModel,
     coded_size,
@@ -17,6 +16,8 @@ from ompq.entropy_coding.codec import (
     rows_are_alike,
 )
 from ompq.errors import PackedFileError
+
+RANDOM = np.random.default_rng(0)
 
 
 def laplace(shape, scale):

@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 
-from codec_cases import RANDOM
 from ompq.entropy_coding.compressed_bytes import squeeze, with_squeezed
 from ompq.errors import PackedFileError
+
+RANDOM = np.random.default_rng(0)
 
 
 def test_numbers_are_compressed_without_loss():

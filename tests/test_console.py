@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console as RichConsole
 
-from console_cases import stream
+from cli_tools import stream
 from ompq import progress, progress_bar
 from ompq.allocation.problem import Problem
 from ompq.cli.console import (

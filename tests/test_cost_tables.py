@@ -3,8 +3,6 @@ from math import fsum
 import numpy as np
 import pytest
 
-from allocator_cases import METHODS
-from costs_cases import COSTS
 from ompq.allocation.allocator import allocate
 from ompq.allocation.infeasibility import check_budget, reachable
 from ompq.allocation.problem import Problem
@@ -12,7 +10,9 @@ from ompq.budgets import Budget
 from ompq.cost_tables import Cost, enough, readable
 from ompq.errors import BudgetError, InfeasibleBudgetError
 from problem_cases import parts
-from tables import problem
+from tables import COSTS, problem
+
+METHODS = ("exact", "relax-round", "relax-dfs", "genetic")
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -10,7 +10,6 @@ from torch import nn
 from torchvision import models
 
 import ompq
-from costs_cases import COSTS
 from nets import Chain, TinyResNet, images, seeded, tokens
 from ompq.budgets import Budget
 from ompq.cost_tables import ActivationMemory
@@ -18,6 +17,7 @@ from ompq.costs import cost_tables, load_latency, overhead_bytes, unit_bytes
 from ompq.errors import BudgetError, InfeasibleBudgetError
 from ompq.network.graph import find_units, live_tensors, observe, trace
 from ompq.network.units import Choice, live_tensors_from_json
+from tables import COSTS
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

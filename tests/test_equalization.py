@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import ompq
-from equalization_cases import rows
 from nets import TinyMobileNet, TinyResNet, scenes, seeded
 from ompq.allocation.problem import Allocation
 from ompq.layers import activation_quantizers, quantized_layers
@@ -25,6 +24,11 @@ from ompq.quantization.equalization import (
 from ompq.quantization.record import quantization_of
 from ompq.samples import Samples, attached
 from ompq.training.batch_norms import fold_norms, keep_norms
+
+
+def rows(seed=0):
+    return torch.randn(32, 5, 8, generator=torch.Generator().manual_seed(seed))
+
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

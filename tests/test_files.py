@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from files_cases import write
+from cli_tools import write
 from ompq.errors import DataError, FileError, ModelError
 from ompq.files import read_tensors, replacing, shown, write_tensors, write_text
 from ompq.user_functions import call_user_function

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 from torchvision import models
 
 import ompq
-from graph_cases import NAMES
 from nets import (
     Chain,
     Recurrent,
@@ -25,6 +24,8 @@ from ompq.errors import PatternError, QuantizationError, SampleError, TraceError
 from ompq.network.graph import find_units, stored_dtype, trace
 from ompq.network.observation import record
 from ompq.network.units import LayerGraph, select
+
+NAMES = ("stem", "layer1.conv1", "layer1.conv2", "layer2.conv1", "head")
 
 
 @pytest.fixture(scope="module")

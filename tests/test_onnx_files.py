@@ -20,9 +20,11 @@ from ompq.models.named_models import load_model
 from ompq.network.observation import tensors_in
 from ompq.runtimes.onnx.onnx_files import export_onnx
 from ompq.runtimes.verification import traced_tolerance
-from onnx_files_cases import onnx
 from quantized import quantized
 from test_lowering import Shared
+
+onnx = pytest.importorskip("onnx")
+
 
 runtime = pytest.importorskip("onnxruntime")
 

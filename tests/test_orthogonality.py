@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 
-from catalogue_cases import CHOICES
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.configs import OrmSettings
 from ompq.errors import SampleError, TraceError
@@ -24,7 +23,7 @@ from ompq.scores.orthogonality import (
     sample_rows,
 )
 from ompq.scores.sensitivity import Sensitivity
-from tables import score_inputs
+from tables import CHOICES, score_inputs
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

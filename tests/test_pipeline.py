@@ -29,7 +29,8 @@ from ompq.network.units import Choice
 from ompq.quantization.activation_sites import ActivationSite
 from ompq.quantization.assembly import assemble, quantizer_names
 from ompq.weight_ranges import search_weight
-from pipeline_cases import SAMPLES
+
+SAMPLES = scenes(48)
 
 
 def uniform(network, bits, activation=8, samples=SAMPLES):

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console as RichConsole
 
 import ompq
-from console_cases import stream
+from cli_tools import stream
 from nets import TinyResNet, images, seeded
 from ompq import progress as told, progress_bar
 from ompq.cli.console import Console

@@ -3,12 +3,13 @@ from dataclasses import replace
 import pytest
 
 import ompq
-from nets import TinyResNet, seeded
+from nets import TinyResNet, scenes, seeded
 from ompq.allocation.problem import Allocation
 from ompq.layers import StoredValues, quantized_layers
 from ompq.network.units import Choice
 from ompq.quantization.record import network_totals, quantization_of, with_quantization
-from pipeline_cases import SAMPLES
+
+SAMPLES = scenes(48)
 
 
 @pytest.mark.parametrize("accounting", ["packed", "paper"])

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from catalogue_cases import CHOICES
 from nets import TinyResNet, images, seeded
 from ompq.network.graph import trace
 from ompq.score_tables import ScoreTable
 from ompq.scores.catalogue import score_table
-from tables import score_inputs
+from tables import CHOICES, score_inputs
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 
-from catalogue_cases import CHOICES
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.network.graph import trace
 from ompq.network.units import Choice
@@ -14,7 +13,7 @@ from ompq.scores import sensitivity
 from ompq.scores.sensitivity import Sensitivity
 from ompq.scores.weight_noise import noise_ratios, quickly_rounded
 from ompq.weight_ranges import search_weight
-from tables import score_inputs
+from tables import CHOICES, score_inputs
 
 
 class Tables(nn.Module):

@@ -1,6 +1,6 @@
 import sys
 
-from files_cases import write
+from cli_tools import write
 from ompq.errors import ModelError
 from ompq.user_functions import call_user_function, is_user_function, reason
 

@@ -3,7 +3,6 @@ import pytest
 import torch
 from torch import nn
 
-from catalogue_cases import CHOICES
 from nets import Chain, TinyMobileNet, TinyResNet, images, seeded
 from ompq.network.graph import trace
 from ompq.network.units import Choice
@@ -12,7 +11,7 @@ from ompq.scores.catalogue import score_table
 from ompq.scores.sensitivity import Sensitivity
 from ompq.scores.weight_noise import noise_ratios, quickly_rounded, rounded_weights
 from ompq.weight_ranges import row_stacks
-from tables import score_inputs
+from tables import CHOICES, score_inputs
 
 
 def test_quickly_rounded_weights_have_their_noise_once_norms_are_folded():

@@ -1,4 +1,4 @@
-"""What several files of tests share: see test_weight_ranges.py."""
+"""Activations with heavy tails, and what calibration sees of them."""
 
 import pytest
 import torch

@@ -1,5 +1,0 @@
-"""What several files of tests share: see test_pipeline.py."""
-
-from nets import scenes
-
-SAMPLES = scenes(48)
