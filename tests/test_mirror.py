@@ -7,9 +7,6 @@ from test_layering import MODULES
 
 TESTS = Path(__file__).parent
 
-# Small packages whose modules are tested together, in a file of the package's name.
-TOGETHER = {"executorch", "gguf", "litert"}
-
 # Modules without a file of their own, and what tests them.
 ELSEWHERE = {
     "__main__": "parallel",  # torchrun starts it
@@ -30,7 +27,8 @@ ELSEWHERE = {
 # Files about no single module.
 ACROSS = {
     *("architecture", "arguments_untouched", "docs", "examples", "layering", "mirror"),
-    *("named_arguments", "package", "public_api", "report_browser", "wrong_types"),
+    *("named_arguments", "notebooks", "package", "pages"),
+    *("public_api", "report_browser", "wrong_types"),
     *("decoders", "minmax", "zoo"),  # kinds of networks and recipes, through all verbs
     "network_commands_training",  # ompq train
 }
@@ -41,8 +39,8 @@ def home(name):
     *packages, module = name.split(".")
     if name in ELSEWHERE:
         return ELSEWHERE[name]
-    if packages and packages[-1] in TOGETHER:
-        return packages[-1]
+    if packages[:1] == ["runtimes"] and len(packages) == 2 and packages[1] != "onnx":
+        return packages[1]  # the modules of a runtime are tested together
     return f"lab/{module}" if packages[:1] == ["lab"] else module
 
 
