@@ -15,6 +15,7 @@ ELSEWHERE = {
     "runtimes.integer_files": "litert",
     "runtimes.xnnpack_kernels": "litert",
     "runtimes.onnx.onnx_network": "exported_models",
+    "runtimes.onnx.openvino_network": "exported_models",
     "runtimes.output_grids": "litert",  # only LiteRT needs them
     "runtimes.runnable_files": "file_metadata",
     "tokenizers": "gguf",
