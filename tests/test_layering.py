@@ -73,7 +73,7 @@ ORDER = {
     "onnx.onnx_files "
     "onnx.onnx_sizes gguf.gguf_blocks gguf.gguf_metadata gguf.gguf_tensors "
     "gguf.llama_runtime gguf.gguf_files gguf.gguf_sizes compressed_checkpoints "
-    "exporter",
+    "exporter latency",
     "planning": "",
     "refinement": "",
     "smallest_network": "",
@@ -83,8 +83,8 @@ ORDER = {
     "report": "page_charts heat_maps explorer figures histograms page",
     "workflow": "",
     "cli": "console options option_groups command_registry views loading file_commands "
-    "bench_command plan_commands demo freed_memory run_files network_commands "
-    "saved_plan_commands commands main",
+    "bench_command latency_command plan_commands demo freed_memory run_files "
+    "network_commands saved_plan_commands commands main",
     "__main__": "",
     "lab": "weight_rules.dorefa weight_rules.fracbits weight_rules.lq_nets "
     "weight_rules.outliers more_scores.blend more_scores.block_loss "

@@ -11,6 +11,7 @@ from ompq.cli.command_registry import COMMANDS as COMMANDS, command
 from ompq.cli.console import Console, View
 from ompq.cli.option_groups import (
     COSTS,
+    MEASURABLE,
     PLAN_SAMPLES,
     REFINE_SAMPLES,
     BenchOptions,
@@ -75,6 +76,30 @@ def budget(
 
     Every entry of the table is a valid --budget for ompq plan. Sizes depend on the
     layers' shapes alone, so no weights and no data are needed.
+    """
+
+
+@command("Plan", "ompq.cli.latency_command:run_latency")
+def latency(
+    network: NetworkOptions,
+    console: Console,
+    target: str = one_of(
+        MEASURABLE, f"what to measure: {', '.join(MEASURABLE)}.", default=MEASURABLE[0]
+    ),
+    file: Path | None = output_path("Save the table for ompq plan --latency."),
+    repeats: int = number("Runs of each pair of networks.", default=50),
+) -> View:
+    r"""Measure what each layer takes at each width, for budgets in milliseconds.
+
+    Examples:
+      ompq latency torchvision:mobilenet_v2 --target litert-size -o ms.json
+      ompq plan torchvision:mobilenet_v2 --data images/ --target litert-size \
+        --latency ms.json --budget 2MiB,3ms -o plan.json
+
+    Layers are measured in the network, not alone: it runs with all layers in 8 bits,
+    and in turn with one layer in another width. Networks with random widths then show
+    the table's error. Weights do not matter. Times are reliable only on an idle
+    machine; they are of one thread, unless --threads says otherwise.
     """
 
 

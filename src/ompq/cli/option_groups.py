@@ -727,6 +727,12 @@ class ExportOptions:
         return packed.with_name(f"{packed.name.partition('.')[0]}.{self.kind}")
 
 
+# Targets whose runtimes can be measured, for ompq latency.
+MEASURABLE = (
+    "onnxruntime-cpu", "litert", "litert-size", "executorch", "executorch-size",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
     """Options for what is timed, and how often."""
