@@ -12,7 +12,7 @@ from ompq.datasets.named_data import load_data
 from ompq.runtimes.latency import Latency, measure_latency
 from ompq.targets import load_target
 
-_SAMPLES = 4
+_SAMPLES, _BASE = 4, "W8A8"
 
 
 def run_latency(
@@ -48,7 +48,14 @@ def run_latency(
 
 def latency_view(found: Latency, file: Path | None) -> View:
     """Return the milliseconds of layers, and how well they add up."""
-    choices = list(dict.fromkeys(one for row in found.table.values() for one in row))
+    every = list(dict.fromkeys(one for row in found.table.values() for one in row))
+    # Widths that all layers compute in 8 bits are left out.
+    choices = [
+        one
+        for one in every
+        if one == _BASE
+        or any(row.get(one) != row.get(_BASE) for row in found.table.values())
+    ]
     columns = [Column("layer", list(found.table), "left", shorten=True)]
     for choice in choices:
         known = [row.get(choice) for row in found.table.values()]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from ompq.bit_widths import WIDTHS
 from ompq.configs import ExportConfig, LatencyTable, QuantizeConfig
 from ompq.errors import TargetError, check_counts
 from ompq.files import write_text
@@ -116,7 +117,7 @@ def measure_latency(
             found.append((told, race.difference(drawn)))
         base = median(race.seconds) * 1000
     return Latency(
-        table=_shared(graph, more, base, target),
+        table=_shared(graph, more, base),
         runtime=runtime_version(race.runtime),
         base=base,
         checks=tuple((base + told, base + real) for told, real in found),
@@ -134,12 +135,13 @@ def _widths(target: Target, unit: Any) -> list[Choice]:
 
 
 def _shared(
-    graph: LayerGraph,
-    more: Mapping[str, Mapping[str, float]],
-    base: float,
-    target: Target,
+    graph: LayerGraph, more: Mapping[str, Mapping[str, float]], base: float
 ) -> LatencyTable:
-    """Return the table: a share of the base, and what a width takes beyond it."""
+    """Return the table: a share of the base, and what a width takes beyond it.
+
+    Widths that were not measured have the time of 8 bits: the runtime computes them in
+    8 bits, or plans for the target do not offer them.
+    """
     macs = sum(unit.macs for unit in graph.units)
     # No layer takes less than what its fastest width saves.
     least = {name: max(0.0, -min(row.values())) for name, row in more.items()}
@@ -147,13 +149,11 @@ def _shared(
     table: dict[str, dict[str, float]] = {}
     for unit in graph.units:
         share = least[unit.name] + rest * unit.macs / macs
-        bits = [b for b in target.operator(unit).weight_bits if b <= _BASE.weight]
         table[unit.name] = {
-            str(Choice(width, inputs)): share
-            + more[unit.name].get(str(Choice(width, 8)), 0.0)
-            for width in bits
-            for inputs in target.operator(unit).activation_bits
-            if inputs <= _BASE.activation
+            str(Choice(weight, inputs)): share
+            + more[unit.name].get(str(Choice(weight, _BASE.activation)), 0.0)
+            for weight in WIDTHS
+            for inputs in WIDTHS
         }
     return table
 
