@@ -93,6 +93,7 @@ def measure_latency(
     graph = trace(float_network(model), first)
     with TemporaryDirectory() as work:
         race = _Race(model, first, graph, target, Path(work), repeats, threads)
+        race.difference({})  # the time of 8 bits, even if there are no other widths
         more: dict[str, dict[str, float]] = {}
         widths = {one.name: _widths(target, one) for one in graph.units}
         count, done = sum(map(len, widths.values())) + _CHECKS, 0
