@@ -89,17 +89,16 @@ def latency(
     file: Path | None = output_path("Save the table for ompq plan --latency."),
     repeats: int = number("Runs of each pair of networks.", default=50),
 ) -> View:
-    r"""Measure what each layer takes at each width, for budgets in milliseconds.
+    """Measure what each layer takes at each width, for budgets in milliseconds.
 
     Examples:
       ompq latency torchvision:mobilenet_v2 --target litert-size -o ms.json
-      ompq plan torchvision:mobilenet_v2 --data images/ --target litert-size \
-        --latency ms.json --budget 2MiB,3ms -o plan.json
+      ompq latency net.py:make --target executorch --threads 2 --repeats 200
 
     Layers are measured in the network, not alone: it runs with all layers in 8 bits,
     and in turn with one layer in another width. Networks with random widths then show
-    the table's error. Weights do not matter. Times are reliable only on an idle
-    machine; they are of one thread, unless --threads says otherwise.
+    the table's error. ompq plan takes the table as --latency ms.json, for budgets such
+    as 2MiB,3ms. Weights do not matter. Times are reliable only on an idle machine.
     """
 
 
