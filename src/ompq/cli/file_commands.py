@@ -67,7 +67,7 @@ def run_export(source: Path, options: ExportOptions, console: Console) -> View:
             network=name,
             preprocessing=model.preprocessing,
             classes=classes,
-            budget=None if options.with_graph else about["budget"],
+            budget=about["budget"],
             opset=options.opset,
         )
         kind = "onnx" if options.with_graph else options.kind
