@@ -65,6 +65,9 @@ class Imported(nn.Module):
                 self.layers.append(layer)
             self.plan.append((kind, inputs, int(operator.outputs[0]), given, sides))
         del self.buffers_
+        # Modules, not functions: quantizers are attached to modules.
+        self.relus = nn.ModuleDict({str(one[2]): nn.ReLU() for one in self.plan})
+        self.pool = nn.AdaptiveAvgPool2d(1)
 
     def _array(self, index: int) -> Tensor:
         """Return a constant; int8 ones are weights, whose grid is in the file."""
@@ -119,11 +122,11 @@ class Imported(nn.Module):
             elif kind == "ADD":
                 y = y + values[inputs[1]]
             elif kind == "AVERAGE_POOL_2D":
-                y = F.adaptive_avg_pool2d(y, 1)
+                y = self.pool(y)
             elif kind == "RESHAPE":
                 y = y.flatten(1)
             if getattr(given, "fusedActivationFunction", 0) == 1:
-                y = F.relu(y)
+                y = self.relus[str(output)](y)
             values[output] = y
         return values[int(self.graph.outputs[0])]
 
