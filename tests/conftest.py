@@ -31,7 +31,15 @@ LONGEST = (
     *("traced_graph", "onnx_files", "reproduction", "decoders", "file_commands"),
     *("network_commands_training", "network_commands", "parallel", "docs", "demo"),
     *("block_loop", "working_memory", "smallest_network", "rates", "packed_files"),
-    *("offload", "audits", "zoo", "attention", "refinement", "page", "catalogue"),
+    *(
+        "offload",
+        "audits",
+        "known_networks",
+        "attention",
+        "refinement",
+        "page",
+        "catalogue",
+    ),
     *("computation", "plan_commands", "error_feedback", "block_data", "pipeline"),
 )
 

@@ -10,6 +10,7 @@ TESTS = Path(__file__).parent
 # Modules without a file of their own, and what tests them.
 ELSEWHERE = {
     "__main__": "parallel",  # torchrun starts it
+    "cli.latency_command": "latency",
     "quantization.gguf_grids": "gguf",
     "runtimes.export_result": "onnx_files",  # fields only
     "runtimes.integer_files": "litert",
@@ -30,7 +31,11 @@ ACROSS = {
     *("architecture", "arguments_untouched", "docs", "examples", "layering", "mirror"),
     *("named_arguments", "notebooks", "package", "pages"),
     *("public_api", "report_browser", "wrong_types"),
-    *("decoders", "minmax", "zoo"),  # kinds of networks and recipes, through all verbs
+    *(
+        "decoders",
+        "minmax",
+        "known_networks",
+    ),  # kinds of networks and recipes, through all verbs
     "network_commands_training",  # ompq train
 }
 
@@ -66,3 +71,8 @@ def test_exceptions_are_needed():
 
 def test_the_longest_files_are_files():
     assert {*LONGEST} <= {path.stem[5:] for path in TESTS.rglob("test_*.py")}
+
+
+def test_no_two_files_of_tests_share_a_name():
+    names = [path.name for path in TESTS.rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))  # pytest imports them by their names
