@@ -1,4 +1,3 @@
-import builtins
 import sys
 from pathlib import Path
 
@@ -233,14 +232,7 @@ def test_old_opset_is_refused(tmp_path):
 
 
 def test_missing_extra_is_named(tmp_path, monkeypatch):
-    original = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name == "onnxruntime":
-            raise ImportError(name=name)
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(MissingExtraError, match="onnxruntime is not.*ompq.onnx"):
         export_onnx(torch.nn.Identity(), tmp_path / "net.onnx", images(2))
 
