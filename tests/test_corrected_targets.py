@@ -14,7 +14,7 @@ from ompq.layers import quantized_layer, quantized_layers
 from ompq.network.graph import trace
 from ompq.network.observation import Visited
 from ompq.network.units import Choice
-from ompq.quantization import corrected_targets
+from ompq.quantization import corrected_targets, pipeline
 from ompq.quantization.corrected_targets import corrected_target
 from ompq.quantization.error_feedback import ridged, round_with_feedback
 from ompq.quantization.pipeline import quantize
@@ -173,3 +173,44 @@ def test_the_same_samples_give_the_same_network():
     one, two = (quantized_at(model, Choice(3, 8), corrected=True) for _ in range(2))
     for key, value in one.state_dict().items():
         assert torch.equal(value, two.state_dict()[key]), key
+
+
+def test_a_correction_that_takes_the_network_farther_is_not_kept(monkeypatch):
+    def spoil(self, *_args):
+        for layer in quantized_layers(self.quantized).values():
+            layer.weight.data.neg_()
+            layer.bias.data.mul_(-50)
+
+    monkeypatch.setattr(corrected_targets.CorrectionPass, "run", spoil)
+    model = seeded(TinyResNet(), seed=4)
+    plain, ours = (
+        quantized_at(model, Choice(3, 8), corrected=each).state_dict()
+        for each in (False, True)
+    )
+    assert all(torch.equal(value, ours[key]) for key, value in plain.items())
+
+
+@pytest.mark.parametrize(("count", "fitted"), [(248, None), (256, 224), (1024, 512)])
+def test_the_samples_that_judge_take_no_part(count, fitted, monkeypatch):
+    seen = {}
+    run, judged = corrected_targets.CorrectionPass.run, pipeline.divergences_of
+
+    def running(self, samples, *args):
+        seen["fitted"] = samples.first_batch(len(samples))
+        return run(self, samples, *args)
+
+    def judging(networks, model, samples, output):
+        seen["judging"] = samples.first_batch(len(samples))
+        return judged(networks, model, samples, output)
+
+    monkeypatch.setattr(corrected_targets.CorrectionPass, "run", running)
+    monkeypatch.setattr(pipeline, "divergences_of", judging)
+    model, samples = seeded(TinyResNet()), scenes(count)
+    names = trace(model, samples).names
+    bits = Allocation(dict.fromkeys(names, Choice(4, 8)))
+    quantize(model, bits, samples, QuantizeConfig(corrected_targets=True))
+    if fitted is None:
+        assert not seen
+    else:
+        assert torch.equal(seen["fitted"], samples[:fitted])
+        assert torch.equal(seen["judging"], samples[fitted : fitted + 256])

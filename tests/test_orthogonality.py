@@ -410,7 +410,8 @@ def test_sensitivity_takes_orm_in_its_own_pass_from_pairs_within_batches(
     inputs, seen = images(8), []
     with network.register_forward_pre_hook(lambda _, args: seen.append(len(args[0]))):
         found = Sensitivity()(score_inputs(graph, network, inputs, CHOICES))
-    assert seen[1:] == sizes  # first, what it returns is recognised
+    # First, what it returns is recognised, and how much that is.
+    assert seen[2:] == sizes
     features = kept_features(network, graph, inputs)
     batch_of = np.repeat(np.arange(len(sizes)), sizes)
     together = batch_of[:, None] == batch_of

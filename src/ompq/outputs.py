@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from ompq.configs import OutputKind, output_problem
 from ompq.errors import SampleError
 from ompq.network.observation import tensors_in
+from ompq.parallel import add_up
 from ompq.samples import (
     Batch,
     Samples,
@@ -37,10 +38,12 @@ from ompq.samples import (
     class_rows,
     evaluating,
     kl_divergence,
+    model_device,
     run_batch,
 )
 
 _PROBED = 3  # inputs that a network is observed with
+_COMPARED = 32  # samples at a time on which networks are compared
 _SPREAD_SAMPLES = 64  # inputs that the variance of values is measured on
 _ROWS = 1024  # rows of logits for which classes are drawn at a time
 _COLOURS = (1, 3)  # channels of images, grey or RGB
@@ -197,6 +200,29 @@ class Outputs:
     def _counting(self) -> list["_Output"]:
         both = zip(self.kinds, self.spreads, strict=True)
         return [_Output(kind, spread) for kind, spread in both if kind != "ignored"]
+
+
+@torch.no_grad()
+def divergences_of(
+    networks: Sequence[nn.Module], model: nn.Module, samples: Samples, output: str
+) -> list[float]:
+    """Return how far networks are from the float one, summed over samples.
+
+    Several processes add up their samples.
+    """
+    outputs = Outputs.of(model, samples, output)
+    sums = torch.zeros(len(networks), dtype=torch.float64)
+    with evaluating(model, *networks):
+        for batch in samples.batches(_COMPARED):
+            wanted, *found = (
+                outputs.read(run_batch(one, batch)) for one in (model, *networks)
+            )
+            count = batch_length(batch)
+            sums += torch.stack(
+                [outputs.divergences(wanted, one, count).sum().cpu() for one in found]
+            )
+    found_sums: list[float] = add_up(sums.to(model_device(model))).tolist()
+    return found_sums
 
 
 CLASSES = Outputs(("classes",), (None,))  # of a classifier

@@ -177,7 +177,9 @@ def test_an_audit_measures_labelled_images_and_known_bits(
     assert set(data["orthogonality"]) >= {"divergence", "spread"}
 
     model = load_model(net[0])
-    batches = load_data("random", model, split="test").batches(limit=20)
+    # As many at a time as the command takes on a CPU, since the metric is of batches.
+    data = load_data("random", model, split="test")
+    batches = data.batches(batch_size=16, limit=20)
     inputs = load_data("random", model, split="train").samples(16)
     bits = ompq.Allocation(dict.fromkeys(NAMES, Choice(8, 8)))
     quantized = ompq.quantize(model.module, bits, inputs[:8])

@@ -26,7 +26,6 @@ from ompq.quantization.error_feedback import (
     sampled_columns,
 )
 from ompq.quantization.moments import (
-    FOR_MOMENTS,
     batch_runs,
     channel_moments,
     most_paused,
@@ -38,7 +37,6 @@ from ompq.samples import Report, Samples, evaluating
 # What is tried: how far to go, with how much regard for errors that no input shows.
 _RIDGES = (0.03, 0.3)
 _STRENGTHS = (0.0, 0.5, 1.0)
-_SAMPLES = 512  # that the networks run on side by side
 _JUDGING = 4  # every fourth batch judges what was fitted on the others
 _CHANNELS = 64  # that are rounded to judge a target; those of a layer are alike
 # Positions that targets are fitted on, for each weight of a channel and at least, and
@@ -61,8 +59,8 @@ class CorrectionPass:
     def run(self, samples: Samples, batch_size: int, report: Report) -> None:
         """Round layers anew where that helps, and restore the moments of all.
 
-        Both networks run side by side on the first samples, and each layer is changed
-        as they reach it, so that later layers read what it returns in the end.
+        Both networks run side by side on the samples, and each layer is changed as
+        they reach it, so that later layers read what it returns in the end.
         """
         model, quantized, done = self.model, self.quantized, count(1)
         layers = quantized_layers(quantized)
@@ -85,10 +83,9 @@ class CorrectionPass:
             moments = channel_moments(layer, wanted)
             return restored_outputs(layer, outputs, moments, spread=not corrected)
 
-        few = _SAMPLES if self.grams else FOR_MOMENTS
         with evaluating(model, quantized):
             runs = [
-                batch_runs(network, samples, batch_size, few)
+                batch_runs(network, samples, batch_size, len(samples))
                 for network in (model, quantized)
             ]
             visit_twins(runs, modules, visit, limit=most_paused(modules[1]))

@@ -1,5 +1,6 @@
 """quantize(): fold batch norms, calibrate, round weights and correct their biases."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,10 @@ from ompq.grids import Grid
 from ompq.layers import quantized_layers
 from ompq.network.attention import with_layers
 from ompq.network.graph import find_units, float_network, observe
-from ompq.network.units import LayerGraph
+from ompq.network.observation import copy_network
+from ompq.network.units import Unit
 from ompq.offload import offloading, to_host
-from ompq.outputs import Outputs
+from ompq.outputs import Outputs, divergences_of
 from ompq.plans import Plan, read_bits
 from ompq.progress import Progress, ProgressLike, callback
 from ompq.progress_bar import shows_progress
@@ -36,9 +38,17 @@ from ompq.quantization.given_bits import resolve_choices
 from ompq.quantization.moments import batch_runs, float_moments, restore_moments
 from ompq.quantization.record import Quantization, keep_rates, with_quantization
 from ompq.quantization.weight_grids import ROUNDING, find_weight_grids, weight_grams
-from ompq.samples import Samples, SamplesLike, evaluating, fitting_batch, usual_settings
+from ompq.samples import (
+    Report,
+    Samples,
+    SamplesLike,
+    evaluating,
+    fitting_batch,
+    usual_settings,
+)
 from ompq.working_memory import release
 
+logger = logging.getLogger(__name__)
 BIASES = "bias correction"
 
 
@@ -118,11 +128,11 @@ def quantize(
             activation_grids=activation_grids,
         )
         report(3, 4, BIASES)
-        _correct_channels(
+        made = _with_moments(
             CorrectionPass(model, made, graph.units, grams, weight_grid),
-            graph,
             samples,
             config,
+            record.output,
             report,
         )
         keep_rates(with_quantization(made, record))
@@ -133,42 +143,62 @@ def quantize(
     return to_host(quantized).train(model.training)
 
 
-def _correct_channels(
-    last_pass: CorrectionPass,
-    graph: LayerGraph,
+# Corrected targets are fitted on seven of eight samples, 512 at most, and networks
+# compared on the ones after these, 256 at most. Fewer than 32 would hardly tell
+# networks apart.
+_FITTED, _JUDGED, _FEWEST = 512, 256, 32
+
+
+def _with_moments(
+    correction: CorrectionPass,
     samples: Samples,
     config: QuantizeConfig,
+    output: str,
     report: Progress,
-) -> None:
-    """Restore the moments of channels; correct layers if the settings ask for it."""
+) -> nn.Module:
+    """Return the network whose channels have the moments that they have in float.
+
+    If the settings ask for corrected targets, a second network has them, and the one
+    that is nearer to the float network on other samples is returned.
+    """
+
+    def tell(done: int, total: int | None) -> None:
+        report(done, total, BIASES)
+
+    size, plain = config.batch_size, correction.quantized
     if not config.restore_moments:
-        return
-    size = config.batch_size
-    if config.corrected_targets and last_pass.grams and not offloading():
-        last_pass.run(samples, size, lambda done, total: report(done, total, BIASES))
-        return
-    networks = last_pass.quantized, last_pass.model
-    _restore_moments(*networks, graph, samples, size, report)
+        return plain
+    fitted = min(_FITTED, len(samples) * 7 // 8)
+    judging = len(samples) - fitted >= _FEWEST
+    tried = config.corrected_targets and correction.grams and not offloading()
+    corrected = copy_network(plain) if tried and judging else None
+    _restore_moments(plain, correction.model, correction.units, samples, size, tell)
+    if corrected is None:
+        return plain
+    replace(correction, quantized=corrected).run(samples[:fitted], size, tell)
+    before, after = divergences_of(
+        (plain, corrected), correction.model, samples[fitted:][:_JUDGED], output
+    )
+    logger.info("corrected targets: divergence %.4g -> %.4g", before, after)
+    return corrected if after < before else plain
 
 
 def _restore_moments(
     quantized: nn.Module,
     model: nn.Module,
-    graph: LayerGraph,
+    units: Sequence[Unit],
     samples: Samples,
     batch_size: int,
-    report: Progress,
+    report: Report,
 ) -> None:
     """Give the channels of a quantized network the moments that they have in float."""
     release()  # what matrices of inputs took
     layers = quantized_layers(quantized)
-    units = [unit for unit in graph.units if unit.name in layers]
+    units = [unit for unit in units if unit.name in layers]
     moments = float_moments(model, units, samples, batch_size)
     with evaluating(quantized):
         runs = batch_runs(quantized, samples, batch_size)
-        restore_moments(
-            layers, moments, runs, lambda done, total: report(done, total, BIASES)
-        )
+        restore_moments(layers, moments, runs, report)
 
 
 def _at_target(plan: Any, config: QuantizeConfig) -> tuple[Any, QuantizeConfig]:

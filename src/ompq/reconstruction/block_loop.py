@@ -6,7 +6,6 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from ompq.checkpoints import Store
@@ -20,8 +19,8 @@ from ompq.network.attention import with_layers
 from ompq.network.graph import trace
 from ompq.network.observation import copy_network, tensors_in
 from ompq.offload import offloading, staying
-from ompq.outputs import Outputs
-from ompq.parallel import add_up, copy_main, process_count, rank
+from ompq.outputs import divergences_of
+from ompq.parallel import copy_main, process_count, rank
 from ompq.progress import Progress, ProgressLike, callback
 from ompq.progress_bar import shows_progress
 from ompq.quantization.budget_filling import keep_budget, pass_on
@@ -40,11 +39,9 @@ from ompq.reconstruction.tuning import tune, worth_tuning
 from ompq.samples import (
     Samples,
     SamplesLike,
-    batch_length,
     cudnn_kernels,
     evaluating,
     fitting_batch,
-    model_device,
     run_batch,
     usual_settings,
 )
@@ -146,7 +143,6 @@ def reconstruct(
 # One in so many samples is held out to judge what is learned. Fewer than 32 would
 # hardly tell networks apart, so that fewer than 256 samples all do both.
 _HELD_OUT, _FEWEST = 8, 256
-_AT_ONCE = 32  # of these samples, in a forward pass
 _WHOLE, _TUNING = ("",), "whole network"  # the network itself as a group, and its name
 
 
@@ -196,21 +192,10 @@ def _is_closer(
     learned: nn.Module, rounded: nn.Module, model: nn.Module, samples: Samples
 ) -> bool:
     """Return whether a network diverges less than another one from the float one."""
-    outputs = Outputs.of(model, samples, quantization_of(rounded).output)
-    device, sums = model_device(model), torch.zeros(2, dtype=torch.float64)
-    with evaluating(learned, rounded, model), torch.no_grad():
-        for batch in samples.batches(_AT_ONCE):
-            wanted, *found = (
-                outputs.read(run_batch(network, batch))
-                for network in (model, learned, rounded)
-            )
-            count = batch_length(batch)
-            sums += torch.stack(
-                [outputs.divergences(wanted, one, count).sum().cpu() for one in found]
-            )
-    after, before = add_up(sums.to(device)).tolist()
+    output = quantization_of(rounded).output
+    after, before = divergences_of((learned, rounded), model, samples, output)
     logger.info("divergence of held-out samples: %.4g -> %.4g", before, after)
-    return bool(after < before)
+    return after < before
 
 
 def _can_be_tuned(model: nn.Module, samples: Samples) -> bool:
