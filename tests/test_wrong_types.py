@@ -51,7 +51,7 @@ def test_outputs_and_metrics_of_a_wrong_type(made, wrong):
             ompq.evaluate(quantized, inputs, reference=network, metrics=wrong)
 
 
-@pytest.mark.parametrize("wrong", [None, 0, 2.5, b"1GiB", [], {}, object()], ids=repr)
+@pytest.mark.parametrize("wrong", [None, 0, 2.5, b"1GiB", [], {}, range(3)], ids=repr)
 def test_amounts_of_memory_and_names_are_texts(wrong):
     if wrong is not None:  # no limit
         with pytest.raises(TypeError, match=r"is of type \w+; it must be a str"):
